@@ -32,7 +32,7 @@ from triptych_services.frontend.requests.inputs import Passages, PooledCall
 from triptych_services.frontend.requests.parse import why_not_request_id
 from triptych_services.frontend.requests.raw import RawRequest
 from triptych_services.frontend.requests.sampling import pack_ids
-from triptych_services.frontend.scores import Comparison, Pairs
+from triptych_services.frontend.scores import Comparison, Pairs, rank
 
 
 def read_embedding(
@@ -323,6 +323,22 @@ def write_vectors(
         for index, vector in enumerate(vectors)
     )
     return f'{to_json(head)[:-1]},"data":[{",".join(entries)}]}}'
+
+
+def write_ranks(head: Mapping[str, Any], call: Comparison, scores: Sequence[float]) -> str:
+    """Return an answer with documents, the best first, as JSON, written in pieces like vectors.
+
+    Args:
+        head: The other fields of the answer.
+        scores: One for each document.
+    """
+
+    def write(place: int) -> str:
+        document = {"document": {"text": call.pairs.documents[place]}} if call.returns_documents else {}
+        return to_json({"index": place, **document, "relevance_score": scores[place]})
+
+    results = map(write, rank(scores, call.top_n))
+    return f'{to_json(head)[:-1]},"results":[{",".join(results)}]}}'
 
 
 def _write(vector: F32, *, is_base64: bool) -> str:

@@ -32,7 +32,7 @@ from triptych_services.frontend.http.state import generator_of, reader_of
 from triptych_services.frontend.pooled_calls import AnswerBytes, PooledText
 from triptych_services.frontend.requests.inputs import PooledCall
 from triptych_services.frontend.requests.raw import RawRequest
-from triptych_services.frontend.scores import Comparison, Scores, rank, score
+from triptych_services.frontend.scores import Comparison, Scores, score
 
 router = APIRouter(tags=["pool"])
 
@@ -140,12 +140,11 @@ async def create_scores(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     """A query and documents -> the documents in the order in which they fit it, as Jina's and Cohere's clients ask."""
     call, scores = await _compare(request, RerankRequest, convert.read_rerank)
-    results = []
-    for place in rank(scores.values, call.top_n):
-        document = {"document": {"text": call.pairs.documents[place]}} if call.returns_documents else {}
-        results.append({"index": place, **document, "relevance_score": scores.values[place]})
     head = _head(request, "rerank", call.base.model, scores.num_tokens)
-    return json_response({name: head[name] for name in ("id", "model", "usage")} | {"results": results})
+    head = {name: head[name] for name in ("id", "model", "usage")}
+    size = scores.num_tokens if call.returns_documents else len(scores.values)
+    body = await generator_of(request).text_model.run(size, convert.write_ranks, head, call, scores.values)
+    return Response(body, media_type="application/json")
 
 
 @contextmanager
