@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar
@@ -54,6 +54,7 @@ from triptych_services.frontend.streams.resume import ResumeToken, SeenChoice
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 _INLINE_BYTES = 8192  # a longer conversation is read on a thread
+_PIECE = 4096  # entries of a list that are written at once
 _MAX_ANSWER_BYTES = PUBLIC_MESSAGE_BYTES - (1 << 10)
 
 T = TypeVar("T")
@@ -179,15 +180,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             add_special_tokens=add_special_tokens,
             paths={**CHAT_PATHS, "prompt": path},
         )
-        response = generation_pb2.TokenizeResponse(
-            token_ids=token_ids, max_model_len=self._generator.find_model(rest.model).max_model_len
-        )
+        token_bytes, offsets = list[bytes](), list[tuple[int, int]]()
         if rest.with_bytes:
-            response.token_bytes.extend(await self._generator.text.token_bytes(token_ids))
+            token_bytes = await self._generator.text.token_bytes(token_ids)
         if rest.with_offsets and isinstance(prompt, str):
             offsets = await self._generator.text.find_offsets(prompt, add_special_tokens=add_special_tokens)
-            response.start_offsets.extend([start for start, _ in offsets])
-            response.end_offsets.extend([end for _, end in offsets])
+        response = await self._threads.run(len(token_ids), _write_tokens, token_ids, token_bytes, offsets)
+        response.max_model_len = self._generator.find_model(rest.model).max_model_len
         return response
 
     async def Detokenize(
@@ -262,6 +261,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation = request.generation
         size = _size(generation.chat if generation.HasField("chat") else None)
         return await self._threads.run(size, to_raw_request, request.request_id, generation, remaining_s)
+
+
+def _write_tokens(
+    token_ids: Sequence[int], token_bytes: Sequence[bytes], offsets: Sequence[tuple[int, int]]
+) -> generation_pb2.TokenizeResponse:
+    """Return the answer to Tokenize, written in pieces: each holds the interpreter's lock to its end."""
+    response = generation_pb2.TokenizeResponse()
+    for start in range(0, len(token_ids), _PIECE):
+        piece = slice(start, start + _PIECE)
+        response.token_ids.extend(token_ids[piece])
+        response.token_bytes.extend(token_bytes[piece])
+        response.start_offsets.extend([start for start, _ in offsets[piece]])
+        response.end_offsets.extend([end for _, end in offsets[piece]])
+    return response
 
 
 def _seen(request: generation_pb2.AttachRequest) -> dict[int, SeenChoice]:

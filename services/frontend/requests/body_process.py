@@ -29,8 +29,8 @@ _MAX_BYTES = 2 << 30
 _MAX_ANSWER_BYTES = 128 << 20
 """16 MiB of control characters are 96 MiB of JSON, and as many bytes of empty calls of tools are 600."""
 _MAX_ENTRIES = 1 << 18
-"""A list has no more entries, and a conversation no more values beside its messages: the frontend makes an object of
-each, while it does nothing else."""
+"""A list has no more entries, and all conversations of a call no more values beside their messages: the frontend makes
+an object of each, while it does nothing else."""
 
 
 def begin(message: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
@@ -54,6 +54,9 @@ class _Pickler(pickle.Pickler):
     Repeated fields and maps of protobuf messages, which cannot be pickled, become arrays, lists and dicts.
     """
 
+    num_values = 0
+    """Values of template variables, tools and documents of all conversations so far."""
+
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, MutableSequence) and not isinstance(value, array):
             entries = list(value)
@@ -66,13 +69,27 @@ class _Pickler(pickle.Pickler):
             _check_lists(value)
         if type(value) is not RawChat:
             return NotImplemented
-        _check_values(value)
+        self._count_values(value)
         messages = value.messages
         if not isinstance(messages, WrittenMessages):
             messages = write_messages(messages)
         chat = dataclasses.replace(value, messages=messages)
         names = [field.name for field in dataclasses.fields(chat) if field.init]
         return RawChat, tuple(getattr(chat, name) for name in names)
+
+    def _count_values(self, chat: RawChat) -> None:
+        left = [chat.template_kwargs, *chat.tools, *chat.documents]
+        while left:
+            value = left.pop()
+            self.num_values += 1
+            if isinstance(value, Mapping):
+                left += value.values()
+            elif isinstance(value, list):
+                left += value
+        if self.num_values > _MAX_ENTRIES:
+            what = "template variables, tools and documents"
+            why = f"the {self.num_values} values of {what} together are above the limit {_MAX_ENTRIES}"
+            raise InvalidRequest("", why)
 
 
 def _pickled(value: Any) -> memoryview:
@@ -103,17 +120,3 @@ def _check_lists(raw: RawRequest) -> None:
     ]
     if violations:
         raise InvalidRequest(violations)
-
-
-def _check_values(chat: RawChat) -> None:
-    count, left = 0, [chat.template_kwargs, *chat.tools, *chat.documents]
-    while left:
-        value = left.pop()
-        count += 1
-        if isinstance(value, Mapping):
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
-    if count > _MAX_ENTRIES:
-        what = "template variables, tools and documents"
-        raise InvalidRequest("", f"the {count} values of {what} together are above the limit {_MAX_ENTRIES}")

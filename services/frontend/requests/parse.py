@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from triptych.errors import ContextLengthExceeded, FeatureDisabled, FieldViolation, InvalidRequest
@@ -31,6 +32,9 @@ COMPLETION_MAX_TOKENS = 16  # where a text or token prompt leaves max_tokens out
 MAX_DEADLINE_S = 1e9
 MAX_REQUEST_ID_BYTES = 128
 MAX_LABEL_BYTES = 256  # of tenant and cache_salt, which travel with every request
+_MAX_FAULTS = (
+    64  # of a conversation's messages that are reported; a client needs no more to see what is wrong
+)
 _I32 = (-(1 << 31), (1 << 31) - 1)
 _TEMPLATE_ARGUMENTS = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "self",
@@ -182,7 +186,7 @@ def check_chat(chat: RawChat, path_of: Callable[[str], str]) -> list[FieldViolat
         return [FieldViolation(path, why)]
     messages = chat.messages
     faults = messages.faults if isinstance(messages, WrittenMessages) else _faults_of(messages)
-    violations += [FieldViolation(f"{path}{where}", why) for where, why in faults]
+    violations += [FieldViolation(f"{path}{where}", why) for where, why in islice(faults, _MAX_FAULTS)]
     for name in chat.template_kwargs:
         if name in _TEMPLATE_ARGUMENTS or not name.isidentifier():
             violations.append(
@@ -195,7 +199,8 @@ def check_chat(chat: RawChat, path_of: Callable[[str], str]) -> list[FieldViolat
 
 def write_messages(messages: Sequence[Mapping[str, Any]]) -> WrittenMessages:
     """Return the messages of a conversation, checked and written as JSON."""
-    faults = () if why_too_many_messages(len(messages)) is not None else tuple(_faults_of(messages))
+    is_too_long = why_too_many_messages(len(messages)) is not None
+    faults = () if is_too_long else tuple(islice(_faults_of(messages), _MAX_FAULTS))
     written = json.dumps(messages, default=dict).encode()
     return WrittenMessages(written, len(messages), num_chars_of(messages), faults)
 

@@ -230,9 +230,9 @@ def _num_chars(message: Mapping[str, Any]) -> int:
 
 def _size_of_field(value: Any) -> int:
     if isinstance(value, StructuredOutputs):
-        return sum(map(len, value.texts))
+        return sum(map(len, value.texts)) + len(value.choice or ())
     if isinstance(value, (list, tuple)):
-        return sum(len(entry) if isinstance(entry, str) else 1 for entry in value)
+        return len(value) + sum(len(entry) for entry in value if isinstance(entry, str))
     return len(value) if isinstance(value, Sized) else 0
 
 

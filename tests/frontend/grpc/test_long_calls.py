@@ -29,7 +29,7 @@ from triptych.internal.v1 import long_request_pb2
 from triptych.rpc.status import from_rich_status
 from triptych.v1 import embedding_pb2, embedding_pb2_grpc, generation_pb2, model_pb2
 from triptych_services.frontend import app
-from triptych_services.frontend.grpc import long_calls
+from triptych_services.frontend.grpc import generation_servicer, long_calls
 from triptych_services.frontend.grpc.convert import (
     to_raw_request,
     to_tokenize_prompt,
@@ -262,6 +262,7 @@ async def test_answers_are_the_same_wherever_requests_are_read(monkeypatch: pyte
     async with FakeEngine(alphabet) as engine, open_api(engine) as api:
         expected = await _answers(api)
         monkeypatch.setattr(long_calls, "LONG_REQUEST", 0)
+        monkeypatch.setattr(generation_servicer, "_PIECE", 2)
         assert await _answers(api) == expected
 
 
@@ -430,6 +431,18 @@ def test_a_child_refuses_what_would_become_many_objects(
     assert str(pickle.loads(answer({"data": pickle.dumps(read)})["data"])) == why
     monkeypatch.setattr(body_process, "_MAX_ENTRIES", 101)
     assert "error" not in answer({"data": pickle.dumps(read)})
+
+
+def test_conversations_of_a_call_share_the_limit_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(body_process, "_MAX_ENTRIES", 202)
+    chat: Any = {"template_kwargs_json": json.dumps({"x": [[]] * 99})}
+    for count, why in ((2, ""), (3, "the 303 values of template variables, tools and documents together")):
+        data = embedding_pb2.EmbedRequest(inputs=[{"chat": chat}] * count).SerializeToString()  # type: ignore[list-item]
+        read = partial(read_bytes, embedding_pb2.EmbedRequest, read_embed, "own", None, data)
+        answer = body_process.begin({})[1]({"data": pickle.dumps(read)})
+        assert ("error" in answer) == bool(why)
+        assert why in str(pickle.loads(answer["data"]))
 
 
 class SlowReader(LongReader):

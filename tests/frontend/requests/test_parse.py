@@ -15,7 +15,7 @@ from triptych.types.sampling import SAMPLING_FIELDS, FieldKind, OutputKind, Samp
 from triptych.types.structured import StructuredOutputs
 from triptych.types.submit import EngineLimits, ModelTerms, RequestHead
 from triptych.v1 import sampling_pb2
-from triptych_services.frontend.requests.parse import fit_to_context, parse
+from triptych_services.frontend.requests.parse import fit_to_context, parse, write_messages
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
 from triptych_services.frontend.requests.sampling import check_defaults
 
@@ -382,15 +382,24 @@ def test_all_texts_of_a_message_count_as_its_size(message: dict[str, Any], least
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"stop": ["x" * 5000]},
+        {"stop": ["x" * 4999]},
         {"logit_bias": dict.fromkeys(range(5000), 1)},
         {"allowed_token_ids": list(range(5000))},
         {"structured_outputs": StructuredOutputs(grammar="x" * 5000)},
+        {"bad_words": [""] * 5000},
+        {"structured_outputs": StructuredOutputs(choice=[""] * 5000)},
     ],
     ids=lambda sampling: next(iter(sampling)),
 )
 def test_all_texts_and_lists_of_sampling_count_as_its_size(sampling: dict[str, Any]) -> None:
     assert raw_request("x", sampling=sampling).size == 5001
+
+
+def test_faults_of_messages_are_named_up_to_a_limit() -> None:
+    messages = [{"role": "", "content": "x"}] * 100
+    for given in (messages, write_messages(messages)):
+        names = violations_of(raw_request(RawChat(given)))
+        assert list(names) == [f"prompt[{place}].role" for place in range(64)]
 
 
 def test_an_operator_may_allow_more_biases() -> None:
