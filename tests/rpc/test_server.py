@@ -217,3 +217,34 @@ def test_a_ready_file_that_cannot_be_written_is_named(tmp_path):
         ConfigError, match=r"--ready-file .*gone/ready\.json: cannot be written \(No such file"
     ):
         write_ready_file(tmp_path / "gone" / "ready.json", {"port": 1})
+
+
+async def call(channel, method: str, data: bytes) -> None:
+    if method.endswith("ServerReflectionInfo"):
+        await channel.stream_stream(method)(iter([data]), timeout=DEADLINE_S).read()
+    elif method.endswith("Watch"):
+        await channel.unary_stream(method)(data, timeout=DEADLINE_S).read()
+    else:
+        await channel.unary_unary(method)(data, timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/List",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_long_messages_to_health_and_reflection_are_refused(serve, method):
+    async with serve() as running:
+        for data, why in (
+            (b"\x00" * 65537, f"65537 bytes are above the limit 65536 of a message to {method}"),
+            (b"\xff", f"the message is no request of {method}: it cannot be parsed"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(running.channel, method, data)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert why in caught.value.details()
+        assert await check(running, "") == SERVING

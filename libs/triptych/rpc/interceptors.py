@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 REQUEST_ID_KEY = "x-request-id"
 """Metadata of a call, both ways: the name of its request in the logs."""
 _MAX_REQUEST_ID_CHARS = 128
+_MAX_OPEN_BYTES = 64 << 10
+"""Bytes of a message to health or reflection, for which anybody may ask: 16 MiB took 90 ms to read."""
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
@@ -91,8 +93,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith("/grpc."):  # health and reflection speak for themselves
+        if handler is None:
             return handler
+        if method.startswith("/grpc."):  # health and reflection speak for themselves
+            return _with_limit(handler, method)
         sent_id = sent_request_id(handler_call_details.invocation_metadata)
         deserialize = handler.request_deserializer
         if deserialize is not None:
@@ -168,6 +172,57 @@ class _Reader(_StreamReader):
             return super().__call__(data)
         except InvalidRequest as error:
             return error
+
+
+class _ShortReader(_StreamReader):
+    """Reads messages that are short. A handler is given the error of a longer one in its place."""
+
+    def __call__(self, data: bytes) -> Any:
+        """Return the message, or InvalidRequest."""
+        if (size := len(data)) > _MAX_OPEN_BYTES:
+            error = InvalidRequest(
+                "", f"{size} bytes are above the limit {_MAX_OPEN_BYTES} of a message to {self._method}"
+            )
+            error.metadata = {"value": str(size), "limit": str(_MAX_OPEN_BYTES)}
+            return error
+        try:
+            return super().__call__(data)
+        except InvalidRequest as error:
+            return error
+
+
+def _with_limit(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+    """Return a handler of health or reflection that takes short messages only."""
+    codecs = (_ShortReader(handler.request_deserializer, method), handler.response_serializer)
+
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        if isinstance(request, InvalidRequest):
+            await _refuse(request, context)
+        return await (handler.unary_stream or handler.unary_unary)(request, context)
+
+    async def converse(requests: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            async for response in handler.stream_stream(_each_readable(requests), context):
+                yield response
+        except InvalidRequest as error:
+            await _refuse(error, context)
+
+    async def _refuse(error: InvalidRequest, context: grpc.aio.ServicerContext) -> None:
+        set_request_id(new_request_id())
+        await _abort(context, error, method, "")
+
+    if handler.stream_stream is not None:
+        return grpc.stream_stream_rpc_method_handler(converse, *codecs)
+    wrap = (
+        grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.unary_unary_rpc_method_handler
+    )
+    return wrap(call, *codecs)
+
+
+async def _each_readable(requests: Any) -> AsyncGenerator[Any]:
+    async for request in requests:
+        _check_readable(request)
+        yield request
 
 
 def unreadable(method: str) -> InvalidRequest:
