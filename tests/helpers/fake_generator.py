@@ -267,7 +267,7 @@ class _FakeTextCalls(TextCalls):
     ) -> str:
         if bad := [token_id for token_id in token_ids if not 0 <= token_id < VOCAB_SIZE]:
             raise InvalidRequest(path, f"{bad[0]} is not in the vocabulary, 0..{VOCAB_SIZE - 1}")
-        return bytes(token_ids).decode(errors="replace")
+        return bytes(list(token_ids)).decode(errors="replace")
 
 
 def _token_ids(prompt: str | Sequence[int] | U32 | RawChat) -> list[int]:
