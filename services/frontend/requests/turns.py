@@ -79,9 +79,11 @@ class Turns:
     def _write_texts(self) -> None:
         """Write the texts of the last turn into it."""
         if self._messages:
-            self._messages[-1]["content"] = self._content.joined
+            turn = self._messages[-1]
+            # thoughts that were cut before the answer are a turn, too
+            turn["content"] = self._content.joined or (None if "tool_calls" in turn else "")
             if self._reasoning.joined:
-                self._messages[-1]["reasoning_content"] = self._reasoning.joined
+                turn["reasoning_content"] = self._reasoning.joined
 
     def _check(self, text: str, path: str) -> bool:
         why = why_not_text(text)

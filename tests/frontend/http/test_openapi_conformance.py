@@ -58,7 +58,6 @@ WHY_REFUSED = (
     "tool_choice: .* (needs tools|is none of the tools)",
     "tools.*name: .* is there twice",
     "input: the conversation is empty",
-    r"input.*content: None is not text",
     "text.format.schema: is missing",
     "is not in the vocabulary",
     "ignore_eos: goes on past",

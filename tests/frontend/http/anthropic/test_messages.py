@@ -181,6 +181,13 @@ async def test_the_last_turn_of_the_assistant_is_continued() -> None:
                 await create(client, messages=[USER, {"role": "assistant", "content": content}])
 
 
+async def test_thoughts_that_were_cut_are_a_turn() -> None:
+    async with http_api("wo") as (_, client, engine):
+        cut = {"type": "thinking", "thinking": "Hm", "signature": ""}
+        await create(client, messages=[USER, {"role": "assistant", "content": [cut]}, USER])
+        assert prompt_of(engine).endswith("user: Hi\nassistant: <think>Hm</think>\nuser: Hi\nassistant:")
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "sequence", "text"),
     [
