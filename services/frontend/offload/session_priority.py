@@ -37,7 +37,7 @@ class SessionPriority:
         """Guards the niceness."""
         self._inherited, self._niceness = 0, 0
         self._file: FileIO | None = None
-        with contextlib.suppress(FileNotFoundError):  # there are none, or the process has ended
+        with contextlib.suppress(OSError):  # there are none, or they may not be set, or the process has ended
             self._inherited = _read_niceness(FileIO("/proc/self/autogroup"))
             # An open file is of this process, also when another one has its number.
             self._file = FileIO(f"/proc/{leader}/autogroup", "r+")
