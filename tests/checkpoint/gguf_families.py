@@ -107,6 +107,12 @@ CONVERSIONS: dict[str, Conversion] = {
     "Qwen 3 VL": Conversion(TinyComposite(qwen3_vl)),
     "Qwen 3 VL MoE": Conversion(TinyComposite(lambda: qwen3_vl("Qwen3VLMoe", **MOE), transpose_experts)),
     "Cohere 2": changed("Cohere 2", {"rotary_pct": 1.0}, head_dim=...),
+    # layers before the last of every four have windows, and the embedding is scaled
+    "AFMoE": changed("AFMoE", global_attn_every_n_layers=4),
+    "Cohere 2 MoE": changed("Cohere 2 MoE", {"first_k_dense_replace": 1}),
+    "Cohere 2 MoE, softmax": changed(
+        "Cohere 2 MoE", expert_selection_fn="softmax", norm_topk_prob=True, rms_norm_eps=...
+    ),
     "DeepSeek V2": changed("DeepSeek V2", {"scoring_func": "softmax"}, **MSCALE_ALIKE),
     "DeepSeek V2 Lite": changed("DeepSeek V2 Lite", {"scoring_func": "softmax"}),
     "DeepSeek V3": changed("DeepSeek V3", {"scoring_func": "sigmoid"}, **MSCALE_ALIKE),
@@ -143,10 +149,20 @@ CONVERSIONS: dict[str, Conversion] = {
         position_embedding_type=None,
         for_converter={"layer_types": ["mamba", "attention", "mamba", "mamba"]},
     ),
+    "Hunyuan 3": changed("Hunyuan 3", {"num_nextn_predict_layers": 0}),
     "Hunyuan MoE": changed(
         "Hunyuan MoE", {"moe_intermediate_size": [64], "moe_topk": [2], "num_shared_expert": [1]}
     ),
     "K-EXAONE": changed("K-EXAONE", {"scoring_func": "sigmoid", "first_k_dense_replace": 1}),
+    "Laguna": changed(
+        "Laguna", num_attention_heads_per_layer=[4, 8, 8, 8], layer_types=[FULL] + [SLIDING] * 3
+    ),
+    "Laguna, elements": changed(
+        "Laguna, elements",
+        layer_types=[FULL] + [SLIDING] * 3,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+    ),
+    "Mellum 2": changed("Mellum 2", mlp_layer_types=["sparse"] * 4),
     "Llama 4": changed(
         "Llama 4",
         {"no_rope_layers": None},

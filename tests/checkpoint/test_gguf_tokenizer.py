@@ -175,6 +175,13 @@ def test_families_differ_in_their_words(pre: str, words: list[str]) -> None:
     assert found == [to_stand_ins(word) for word in words]
 
 
+def test_digits_of_trinity_are_grouped_from_the_end() -> None:
+    tokenizer = build_tokenizer(tokenizer_metadata(byte_level_vocabulary([], pre="afmoe")))
+    found = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str("a1234567b 890 中文ひ가x")]
+    words = ["a", "1", "234", "567", "b", " ", "890", " ", "中文ひ가", "x"]
+    assert found == [to_stand_ins(word) for word in words]
+
+
 OF_FAMILIES = {
     "gpt2": ("gpt2", "gpt-2"),
     "olmo": ("gpt2", "olmo"),

@@ -67,6 +67,22 @@ def test_projections_of_keys_that_nothing_reads_are_left_out(tmp_path: Path) -> 
         ("Apertus", {"xielu.beta": [0.5] * 3}, r"xielu\.beta: \[.*\] must be a list of 4 numbers"),
         ("Apertus", {"xielu.eps": [0.5] * 3 + [np.nan]}, r"xielu\.eps: nan must be a number"),
         ("Apertus", {"xielu.alpha_n": None}, r"xielu\.alpha_n: is missing"),
+        ("AFMoE", {"afmoe.expert_shared_count": None}, r"afmoe\.expert_shared_count: is missing"),
+        (
+            "Cohere 2 MoE",
+            {"cohere2moe.expert_gating_func": 3},
+            r"cohere2moe\.expert_gating_func: 3 must be one of 1, 2",
+        ),
+        (
+            "Hunyuan 3",
+            {"hy_v3.expert_shared_feed_forward_length": 63},
+            r"hy_v3\.expert_shared_feed_forward_length: 63 must be a multiple of 32",
+        ),
+        (
+            "Laguna",
+            {"laguna.attention.head_count": [4, 8, 4, 8]},
+            r"laguna\.attention\.head_count: \[4, 8, 4, 8\] must be one number for all layers of sliding_attention",
+        ),
         (
             "DeepSeek V3.2",
             {"deepseek32.attention.indexer.key_length": 4},

@@ -8,6 +8,7 @@ from triptych.checkpoint.gguf.keys import (
     all_biases,
     attention,
     biases,
+    by_type,
     experts,
     granite_factors,
     layer_types,
@@ -89,7 +90,7 @@ def gemma3(model: GgufModel) -> Config:
     types = layer_types(model, every=6)
     return (
         named("Gemma3ForCausalLM")
-        | attention(model, rope=_by_type(types, rope, local))
+        | attention(model, rope=by_type(types, rope, local))
         | types
         | {
             "final_logit_softcapping": model.number("final_logit_softcapping", default=0.0),
@@ -131,7 +132,7 @@ def gemma4(model: GgufModel) -> Config:
         "use_double_wide_mlp": widths[-1] != widths[0],
         "max_position_embeddings": keys.integer("context_length"),
         "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _by_type(types, _proportional_rope(model), local),
+        "rope_parameters": by_type(types, _proportional_rope(model), local),
         "num_kv_shared_layers": num_shared,
         "attention_k_eq_v": bool(without_values),
         "final_logit_softcapping": model.number("final_logit_softcapping", default=0.0),
@@ -236,13 +237,7 @@ def olmo2(model: GgufModel) -> Config:
     theta = model.number("rope.freq_base_swa", default=rope["rope_theta"])
     local = {"rope_type": "default", "rope_theta": theta}
     types = layer_types(model, every=4)
-    return named("Olmo3ForCausalLM") | attention(model, rope=_by_type(types, rope, local)) | types
-
-
-def _by_type(types: Config, full: Config, sliding: Config) -> Config:
-    """Return the rotary embeddings of the types of layers that there are."""
-    ropes = {"full_attention": full, "sliding_attention": sliding}
-    return {kind: rope for kind, rope in ropes.items() if kind in types["layer_types"]}
+    return named("Olmo3ForCausalLM") | attention(model, rope=by_type(types, rope, local)) | types
 
 
 def granite(model: GgufModel) -> Config:

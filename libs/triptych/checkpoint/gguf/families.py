@@ -93,13 +93,17 @@ _APERTUS = TensorRules(
     layer_numbers={f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
 )
 
+_GATED = TensorRules(renamed={"attn_gate": "self_attn.gate_proj"})
+
 _FAMILIES = {
+    "afmoe": GgufFamily(mixtures.afmoe, _GATED),
     "apertus": GgufFamily(dense.apertus, _APERTUS),
     "arcee": GgufFamily(dense.arcee, _ROTATED),
     "bert": GgufFamily(dense.bert),
     "bloom": GgufFamily(dense.bloom),
     "chatglm": GgufFamily(dense.glm, _FUSED_HALVES),
     "cohere2": GgufFamily(dense.cohere2),
+    "cohere2moe": GgufFamily(mixtures.cohere2_moe),
     "command-r": GgufFamily(dense.cohere),
     "deepseek2": GgufFamily(mixtures.deepseek2),
     "deepseek32": GgufFamily(mixtures.deepseek32),
@@ -125,13 +129,16 @@ _FAMILIES = {
     "granitemoe": GgufFamily(mixtures.granite_moe, _ROTATED),
     "hunyuan-dense": GgufFamily(dense.hunyuan),
     "hunyuan-moe": GgufFamily(mixtures.hunyuan_moe),
+    "hy_v3": GgufFamily(mixtures.hunyuan3),
     "jamba": GgufFamily(recurrent.jamba),
+    "laguna": GgufFamily(mixtures.laguna, _GATED),
     "lfm2": GgufFamily(recurrent.lfm2, TensorRules(renamed={"token_embd_norm": "model.norm"})),
     "lfm2moe": GgufFamily(recurrent.lfm2_moe, TensorRules(renamed={"token_embd_norm": "model.norm"})),
     "llama": GgufFamily(dense.llama, _ROTATED),
     "llama4": GgufFamily(mixtures.llama4),
     "mamba": GgufFamily(recurrent.mamba),
     "mamba2": GgufFamily(recurrent.mamba2),
+    "mellum": GgufFamily(mixtures.mellum),
     "minicpm3": GgufFamily(mixtures.minicpm3),
     "minimax-m2": GgufFamily(mixtures.minimax_m2),
     "mistral3": GgufFamily(dense.mistral3, _ROTATED),

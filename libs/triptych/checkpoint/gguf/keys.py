@@ -34,8 +34,9 @@ class GgufModel:
 
     @property
     def head_dim(self) -> int:
-        hidden, heads = self.keys.integer("embedding_length"), self.keys.integer("attention.head_count")
-        return self.keys.integer("attention.key_length", default=max(hidden // heads, 1))
+        if self.keys.has("attention.key_length"):
+            return self.keys.integer("attention.key_length")
+        return max(self.keys.integer("embedding_length") // self.keys.integer("attention.head_count"), 1)
 
     def per_layer(self, key: str) -> list[int]:
         """Return a number for each layer, of which files have one or a list."""
@@ -83,15 +84,18 @@ def shortest_float32(value: float) -> float:
     return value
 
 
-def attention(model: GgufModel, *, eps: str = "rms_norm_eps", rope: Config | None = None) -> Config:
+def attention(
+    model: GgufModel, *, eps: str = "rms_norm_eps", rope: Config | None = None, heads: int = 0
+) -> Config:
     """Return the sizes of attention and MLP, the norms' epsilon and the rotary embedding.
 
     Args:
         eps: The family's key of the epsilon; the file has one of two.
         rope: The embedding, where it is not the same for all layers.
+        heads: Query heads, where layers differ in them; 0: they do not.
     """
     keys = model.keys
-    heads = keys.integer("attention.head_count")
+    heads = heads or keys.integer("attention.head_count")
     stored_eps = (
         "attention.layer_norm_rms_epsilon"
         if eps in ("rms_norm_eps", "norm_eps")
@@ -240,6 +244,12 @@ def layer_types(model: GgufModel, *, every: int = 0) -> Config:
         keys.fail("attention.sliding_window_pattern", pattern, f"must be a list of {model.num_layers}")
     kinds = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
     return {"sliding_window": window, "layer_types": kinds[: model.num_layers]}
+
+
+def by_type(types: Config, full: Config, sliding: Config) -> Config:
+    """Return the rotary embeddings of the types of layers that there are."""
+    ropes = {"full_attention": full, "sliding_attention": sliding}
+    return {kind: rope for kind, rope in ropes.items() if kind in types["layer_types"]}
 
 
 def experts(

@@ -8,6 +8,7 @@ from triptych.checkpoint.gguf.keys import (
     GgufModel,
     all_biases,
     attention,
+    by_type,
     expect_gating,
     experts,
     granite_factors,
@@ -120,6 +121,133 @@ def _groups(model: GgufModel) -> Config:
     }
 
 
+def afmoe(model: GgufModel) -> Config:
+    keys = model.keys
+    keys.expect(
+        "expert_weights_norm", True, otherwise="the weights of a token's experts are not divided by their sum"
+    )
+    keys.expect("expert_gating_func", 2, otherwise="the router has another function than a sigmoid")
+    return (
+        named("AfmoeForCausalLM", mup_enabled=True)  # llama.cpp scales each embedding
+        | attention(model)
+        | {"sliding_window": None}
+        | layer_types(model, every=4)
+        | experts(model, "num_experts")
+        | {
+            "num_shared_experts": keys.integer("expert_shared_count", minimum=0),
+            "num_dense_layers": leading_dense(model),
+            "route_scale": model.number("expert_weights_scale", default=1.0),
+        }
+    )
+
+
+def cohere2_moe(model: GgufModel) -> Config:
+    keys = model.keys
+    keys.expect("expert_shared_count", None, otherwise="shared experts and others are averaged")
+    eps = "rms_norm_eps" if keys.has("attention.layer_norm_rms_epsilon") else "layer_norm_eps"
+    config = attention(model, eps=eps) | layer_types(model)
+    return (
+        named("Cohere2MoeForCausalLM")
+        | config
+        | experts(model, "num_experts", width="intermediate_size")
+        | all_biases(model)
+        | {
+            "prefix_dense_intermediate_size": config["intermediate_size"],
+            "first_k_dense_replace": leading_dense(model),
+            "expert_selection_fn": _gating(model, {1: "softmax", 2: "sigmoid"}, default=1),
+            "norm_topk_prob": keys.boolean("expert_weights_norm", default=False),
+            "logit_scale": model.number("logit_scale"),
+        }
+    )
+
+
+def _gating(model: GgufModel, names: dict[int, str], *, default: int) -> str:
+    """Return the name of the router's function, given those that a family has by number."""
+    number = model.keys.integer("expert_gating_func", default=default)
+    if number not in names:
+        model.keys.fail("expert_gating_func", number, f"must be one of {', '.join(map(str, names))}")
+    return names[number]
+
+
+def hunyuan3(model: GgufModel) -> Config:
+    expect_gating(model, 2, "a sigmoid")
+    keys = model.keys
+    keys.expect(
+        "expert_weights_norm", True, otherwise="the weights of a token's experts are not divided by their sum"
+    )
+    mixture = experts(model, "num_experts")
+    shared, width = keys.integer("expert_shared_feed_forward_length"), mixture["moe_intermediate_size"]
+    if shared % width:
+        keys.fail("expert_shared_feed_forward_length", shared, f"must be a multiple of {width}, an expert's")
+    return (
+        named("HYV3ForCausalLM")
+        | attention(model)
+        | mixture
+        | {
+            "num_shared_experts": shared // width,
+            "first_k_dense_replace": leading_dense(model),
+            "router_scaling_factor": model.number("expert_weights_scale", default=1.0),
+        }
+    )
+
+
+def laguna(model: GgufModel) -> Config:
+    """Describe Laguna, in which every fourth layer from the first on sees everything, and gates are by head or not."""
+    expect_gating(model, 2, "a sigmoid")
+    keys = model.keys
+    keys.expect(
+        "expert_weights_norm", True, otherwise="the weights of a token's experts are not divided by their sum"
+    )
+    heads, head_dim = model.per_layer("attention.head_count"), model.head_dim
+    keys.assume(**{"attention.sliding_window_pattern": [index % 4 > 0 for index in range(model.num_layers)]})
+    types = layer_types(model)
+    for kind in set(types["layer_types"]):
+        of_kind = {number for number, own in zip(heads, types["layer_types"], strict=True) if own == kind}
+        if len(of_kind) > 1:
+            keys.fail("attention.head_count", heads, f"must be one number for all layers of {kind}")
+    local = {"rope_type": "default", "rope_theta": model.number("rope.freq_base_swa", default=10000.0)}
+    rotated = keys.integer("rope.dimension_count_swa", default=head_dim)
+    ropes = by_type(types, read_rope(model, head_dim), local | {"partial_rotary_factor": rotated / head_dim})
+    gates = {
+        model.tensors[f"blk.{index}.attn_gate.weight"].shape[0] == heads[index]
+        for index in model.layers_with("attn_gate.weight")
+    }
+    if len(gates) != 1:
+        raise ModelError(f"{keys.path}: attn_gate: all layers must have one, of heads or of elements")
+    return (
+        named("LagunaForCausalLM", norm_topk_prob=True)
+        | attention(model, rope=ropes, heads=max(heads))
+        | types
+        | experts(model, "num_experts")
+        | {
+            "gating": "per-head" if gates == {True} else "per-element",
+            "num_attention_heads_per_layer": heads,
+            "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
+            "moe_routed_scaling_factor": model.number("expert_weights_scale", default=1.0),
+            "mlp_layer_types": _mlp_types(model),
+        }
+    )
+
+
+def mellum(model: GgufModel) -> Config:
+    types = layer_types(model)
+    local = {"rope_type": "default", "rope_theta": model.number("rope.freq_base_swa", default=10000.0)}
+    return (
+        named("MellumForCausalLM", norm_topk_prob=True)
+        | attention(model, rope=by_type(types, read_rope(model, model.head_dim), local))
+        | types
+        | experts(model, "num_experts")
+        | all_biases(model)
+        | {"mlp_layer_types": _mlp_types(model)}
+    )
+
+
+def _mlp_types(model: GgufModel) -> list[str]:
+    """Return which layers have experts, under the names of config.json."""
+    is_dense = layers_without_experts(model)
+    return ["dense" if index in is_dense else "sparse" for index in range(model.num_layers)]
+
+
 def exaone_moe(model: GgufModel) -> Config:
     expect_gating(model, 2, "a sigmoid")
     keys, groups = model.keys, _groups(model)
@@ -129,7 +257,6 @@ def exaone_moe(model: GgufModel) -> Config:
         num_shared * groups["moe_intermediate_size"],
         otherwise="the shared expert is not as wide as expert_shared_count others",
     )
-    is_dense = layers_without_experts(model)
     return (
         named("ExaoneMoeForCausalLM")
         | attention(model)
@@ -139,9 +266,7 @@ def exaone_moe(model: GgufModel) -> Config:
         | groups
         | {
             "num_shared_experts": num_shared,
-            "mlp_layer_types": [
-                "dense" if index in is_dense else "sparse" for index in range(model.num_layers)
-            ],
+            "mlp_layer_types": _mlp_types(model),
         }
     )
 
