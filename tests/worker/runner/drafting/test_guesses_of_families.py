@@ -64,7 +64,7 @@ class Recorded:
 
 
 def run(
-    directory: Path, dtype: str, *, guesses: bool, proposers: str = "ngram", quantization: str = "auto"
+    directory: Path, dtype: str, *, guesses: bool, proposers: str = "ngram", quantization: str = "none"
 ) -> tuple[list[list[int]], list[Entry], int]:
     """Return the tokens of each prompt, all log-probabilities, and the number of steps."""
     engine = EngineConfig(
