@@ -55,6 +55,8 @@ _LOSS_SHARE = 0.005
 """The part of the time of steps that guesses may lose."""
 _MAX_LOSS = 8.0
 """The steps without guesses that they may lose beyond that: when nothing is known yet, and when a text changes."""
+_MAX_LOSS_OF_TRIALS = 4.0
+"""Those of them that guesses may lose which are made to learn how often they are right."""
 _MAX_CREDIT = 12.0
 """The gains that may be lost again, in steps without guesses."""
 _MAX_DEBT = 3.0
@@ -207,6 +209,28 @@ class GuessBudget:
             for proposer in self._state_readers:
                 hopes[proposer] = 0.0
         return hopes
+
+    def hopes_of(self, slots: Sequence[int], least: float) -> tuple[list[list[float]], bool]:
+        """Return the hopes of each row, and whether they are those of trials.
+
+        Where no row hopes for as much as guesses need, they are tried as long as the account allows: a row then counts
+        as if all that is not known of its guesses were right, and should have one at most. So good ones are found out
+        where those of which nothing is known are not worth their time, as with many rows.
+
+        Args:
+            least: As of `least_chance`.
+        """
+        hopes = [self.hopes(slot) for slot in slots]
+        if max(map(max, hopes)) >= least or self._balance <= -_MAX_LOSS_OF_TRIALS:
+            return hopes, False
+        return [self._hopes_of_trials(slot, own) for slot, own in zip(slots, hopes, strict=True)], True
+
+    def _hopes_of_trials(self, slot: int, hopes: Sequence[float]) -> list[float]:
+        row = self._rows[slot]
+        return [
+            min((accepted + _PRIOR_GUESSES) / (tried + _PRIOR_GUESSES), _MAX_RATE) if hope else 0.0
+            for accepted, tried, hope in zip(row.accepted, row.tried, hopes, strict=True)
+        ]
 
     def note_step(self, num_rows: int, num_guesses: int, num_tokens: int, seconds: float | None) -> None:
         """Take in what a step has brought.

@@ -274,14 +274,13 @@ class Speculation:
         budget, sizes = self._budget, (num_positions, MAX_GUESSES_PER_STEP)
         if (least := budget.least_chance(len(slots), *sizes)) > 1:
             return [0] * len(slots)
-        hopes = [budget.hopes(slot) for slot in slots]
-        hoped = [max(of_row) for of_row in hopes]
-        if max(hoped) < least:
+        hopes, is_trial = budget.hopes_of(slots, least)
+        if max(map(max, hopes)) < least:
             return [0] * len(slots)
         prices = budget.prices(len(slots))
         asked = [_best(of_row, prices) for of_row in hopes]
         hoped = [of_row[proposer] for of_row, proposer in zip(hopes, asked, strict=True)]
-        limits = budget.allot(hoped, None, *sizes, asked)
+        limits = budget.allot(hoped, [1] * len(slots) if is_trial else None, *sizes, asked)
         if not any(limits) or budget.needs_plain(num_positions):
             return limits
         self._propose([entry for entry in zip(slots, limits, hopes, strict=True) if entry[1]], num_positions)

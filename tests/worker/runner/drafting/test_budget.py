@@ -272,12 +272,15 @@ class Decoding:
             self.plain_seconds += self.cost(self.num_rows)
             return
         counts = wanted = [0] * self.num_rows
-        if budget.least_chance(self.num_rows, self.num_rows, 64) <= 1:
-            hopes = [max(budget.hopes(slot)) for slot in slots]
-            counts = wanted = budget.allot(hopes, None, self.num_rows, 64, [0] * self.num_rows)
+        if (least := budget.least_chance(self.num_rows, self.num_rows, 64)) <= 1:
+            of_rows, is_trial = budget.hopes_of(slots, least)
+            hopes = [max(of_row) for of_row in of_rows]
+            found = [1] * self.num_rows if is_trial else None
+            if max(hopes) >= least:
+                counts = wanted = budget.allot(hopes, found, self.num_rows, 64, [0] * self.num_rows)
             if budget.needs_plain(self.num_rows):
                 counts = [0] * self.num_rows
-            elif any(counts):
+            if any(counts):
                 search_s += self.place_cost(sum(count > 0 for count in counts)) * max(counts)
         self.rest = 0 if any(wanted) else budget.rest()
         right = [accept(slot, count) if count else 0 for slot, count in enumerate(counts)]
@@ -362,8 +365,26 @@ def test_a_proposer_that_turns_wrong_whenever_it_is_trusted_loses_no_more(costs:
     assert decoding.num_guesses > 0
 
 
+def test_right_guesses_are_found_out_where_unknown_ones_do_not_pay() -> None:
+    """A guess of which nothing is known counts as right in half of the cases, and here that is not enough."""
+    cost = lambda size: float(np.interp(size, list(Q4), list(Q4.values())))  # noqa: E731
+    right, wrong = Decoding(cost, 12), Decoding(cost, 12)
+    for _ in range(600):
+        right.step(lambda slot, count: count)
+        wrong.step(lambda slot, count: 0)
+        assert wrong.seconds - wrong.plain_seconds <= wrong.most_lost
+    least = wrong.budget.least_chance(12, 12, 64)
+    assert least > 0.5, "they do not pay"
+    assert right.plain_seconds > 1.1 * right.seconds
+    assert 0 < wrong.num_guesses < 12 * 60
+    rest = wrong.num_guesses
+    for _ in range(600):
+        wrong.step(lambda slot, count: count)
+    assert wrong.num_guesses > rest + 600, "bad ones are tried again"
+
+
 @pytest.mark.parametrize("costs", [Q4, BF16])
-@pytest.mark.parametrize("num_rows", [1, 4, 64])
+@pytest.mark.parametrize("num_rows", [1, 4, 12, 64])
 @pytest.mark.parametrize("place", [0.0, 0.1, 0.3])
 def test_a_proposer_that_is_always_wrong_costs_two_percent(
     costs: dict[int, float], num_rows: int, place: float
