@@ -17,9 +17,10 @@ class PooledBody(Body):
 
     model: str | None = None
     """Name of the model; null: the one served."""
-    truncate_prompt_tokens: Annotated[int, Integral, schema(anyOf=[{"const": -1}, {"minimum": 1}])] | None = (
-        None
-    )
+    truncate_prompt_tokens: (
+        Annotated[int, Integral, schema(anyOf=[{"const": -1}, {"minimum": 1, "maximum": (1 << 31) - 1}])]
+        | None
+    ) = None
     """Keep only so many tokens of each text, -1: as many as the model takes. Of two texts that are compared, the longer
     one is cut. Null: refuse what is too long."""
     truncation_side: Literal["left", "right"] | None = None
