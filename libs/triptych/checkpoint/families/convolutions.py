@@ -81,11 +81,10 @@ def lfm3(config: ConfigFile) -> ModelArchitecture:
     """Read LFM3: layers attend, to everything or to a window, or have a short convolution."""
     config.assume(head_dim=128, sliding_window=256, conv_L_cache=7)
     sizes = read_sizes(config)
-    default = tuple(
+    kinds = tuple(
         FULL if index % 4 == 2 else SLIDING if index % 4 == 0 and index else _CONV
         for index in range(sizes.num_layers)
     )
-    kinds = default
     if config.has("layer_types"):
         kinds = config.words("layer_types", length=sizes.num_layers, among=(FULL, SLIDING, _CONV))
     config.expect("attention_bias", False, otherwise="the attention has biases")

@@ -167,9 +167,7 @@ def laguna(config: ConfigFile) -> ModelArchitecture:
     config.pass_over("gating")
     if gating not in (True, "per-head", "per-element"):
         config.fail("gating", gating, "must be true, per-head or per-element")
-    bias = config.boolean("attention_bias", default=False)
-    if bias:
-        config.expect("attention_bias", False, otherwise="the attention has biases beside its gates")
+    config.expect("attention_bias", False, otherwise="the attention has biases beside its gates")
     block = replace(
         rms_block(config),
         qk_norm="head",
