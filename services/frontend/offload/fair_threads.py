@@ -154,7 +154,8 @@ class FairThreads:
                 raise refusal
             last = fullest.waiting[-1]
             self._take_out(fullest, last)
-            last.result.set_exception(refusal)
+            if not last.result.done():  # else its caller has just left
+                last.result.set_exception(refusal)
 
     def _share_of(self, payer: _Payer) -> float:
         return self._share(len(payer.waiting), payer.waiting_size)

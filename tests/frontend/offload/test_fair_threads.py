@@ -197,6 +197,22 @@ async def test_fullest_payer_gives_way_to_others(monkeypatch: pytest.MonkeyPatch
         await flood[3]
 
 
+async def test_work_whose_caller_has_just_left_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_threads, "PAYERS_WITHIN_TOTAL", 1)
+    threads, blocker = FairThreads(1, inline_size=0, what="things", max_waiting=2), Blocker()
+    running = start(threads, blocker)
+    await until(lambda: blocker.num_started)
+    flood = [start(threads, blocker, tenant="flood") for _ in range(2)]
+    await asyncio.sleep(0)
+    other = start(threads, lambda: 7, tenant="other")
+    flood[1].cancel()  # it learns of that behind the other one
+    blocker.released.set()
+    assert await other == 7
+    await asyncio.gather(running, flood[0])
+    with pytest.raises(asyncio.CancelledError):
+        await flood[1]
+
+
 @pytest.mark.parametrize(
     ("caller", "tenant", "payer"),
     [
