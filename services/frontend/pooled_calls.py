@@ -73,6 +73,7 @@ class Window:
         self._places = asyncio.Semaphore(size)
         self._num_in_flight = 0
         self._has_ended = asyncio.Event()
+        """Set when a text ends; cleared by one that waits for that."""
 
     async def compute(self, once: Callable[[], AsyncGenerator[Event]]) -> PooledText:
         """Return the vectors of one text, as soon as there is a place.
@@ -84,22 +85,25 @@ class Window:
             if self._num_in_flight:
                 async with self._turns:
                     await asyncio.sleep(0)
-            while True:
-                self._num_in_flight += 1
-                try:
-                    pooled = await _vectors_of(once())
-                except (RateLimited, DeadlineUnreachable):
+            try:
+                return await self._compute(once)
+            finally:  # an error is an end, too
+                self._has_ended.set()
+
+    async def _compute(self, once: Callable[[], AsyncGenerator[Event]]) -> PooledText:
+        while True:
+            self._num_in_flight += 1
+            try:
+                return await _vectors_of(once())
+            except (RateLimited, DeadlineUnreachable):
+                raise
+            except QueueFull:
+                if self._num_in_flight == 1:
                     raise
-                except QueueFull:
-                    if self._num_in_flight == 1:
-                        raise
-                else:
-                    self._has_ended.set()
-                    return pooled
-                finally:
-                    self._num_in_flight -= 1
-                self._has_ended.clear()
-                await self._has_ended.wait()
+            finally:
+                self._num_in_flight -= 1
+            self._has_ended.clear()
+            await self._has_ended.wait()
 
 
 class PooledCalls:
@@ -151,7 +155,7 @@ class PooledCalls:
         answer.payer = current_payer()
         arrived = time.monotonic()
         if len(raws) == 1:
-            pooled = await window.compute(lambda: self._generate(first))
+            pooled = await window.compute(lambda: self._generate(with_remaining_time(first, arrived)))
             answer.add(pooled.vectors.nbytes)
             return [pooled]
         places, answers = iter(range(len(raws))), dict[int, PooledText]()

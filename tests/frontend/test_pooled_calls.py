@@ -17,6 +17,7 @@ from tests.helpers.frontend import FrontendCore, answer, frontend_core, raw_requ
 from triptych.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
+    EngineFailure,
     FeatureDisabled,
     InvalidRequest,
     QueueFull,
@@ -26,7 +27,7 @@ from triptych.types.outputs import FinishedRequest, FinishReason, OutputBatch
 from triptych.types.pooling import PoolingParams, Task
 from triptych_services.frontend import pooled_calls
 from triptych_services.frontend.access.caller import ANYONE
-from triptych_services.frontend.pooled_calls import PooledText, check_num_inputs
+from triptych_services.frontend.pooled_calls import PooledText, Window, check_num_inputs
 from triptych_services.frontend.requests.raw import RawPair
 from triptych_services.frontend.streams.migrator import MigrationTerms
 
@@ -48,11 +49,11 @@ def raw(prompt: object = "Hello", task: Task = Task.EMBED, **given: Any) -> Any:
     return raw_request(prompt, pooling=PoolingParams(task, **params), **given)
 
 
-async def compute(core: FrontendCore, *raws: Any) -> list[PooledText]:
+async def compute(core: FrontendCore, *raws: Any, window: Window | None = None) -> list[PooledText]:
     async with asyncio.timeout(10):
         pooled = core.generator.pooled
         with closing(pooled.open_answer()) as counted:
-            return await pooled.compute(raws, counted)
+            return await pooled.compute(raws, counted, window)
 
 
 async def test_each_text_is_one_request_and_order_is_kept() -> None:
@@ -201,6 +202,35 @@ async def test_more_texts_than_the_engine_holds_wait_for_each_other() -> None:
 def _finish(request: SubmittedChoice) -> OutputBatch:
     finish = FinishedRequest(request.number, FinishReason.STOP, None, NUM_CACHED, TIMINGS)
     return OutputBatch(0, finished=(finish,), vectors={request.number: spread(request)})
+
+
+async def test_an_item_that_waits_goes_on_when_another_one_fails() -> None:
+    async with FakeEngine(model=EMBEDDER) as engine, frontend_core(engine) as core:
+        window = core.generator.pooled.open_window("tiny")
+        fails = asyncio.create_task(compute(core, raw("fails"), window=window))
+        first = await engine.next_submit()
+        waits = asyncio.create_task(compute(core, raw("waits", deadline_s=60.0), window=window))
+        engine.fail(await engine.next_submit(1), "QUEUE_FULL", "full")
+        await asyncio.sleep(0.02)
+        engine.fail(first, "ENGINE_FAILURE", "broken")
+        with pytest.raises(EngineFailure):
+            await fails
+        again = await engine.next_submit(2)
+        assert again.request.deadline_remaining_ms <= 59_980, "the time of its wait counts"
+        engine.send(again, _finish(again))
+        assert [got.vectors.tolist() for got in await waits] == [spread(again).tolist()]
+
+
+async def test_items_that_wait_end_with_the_last_one() -> None:
+    async with FakeEngine(model=EMBEDDER) as engine, frontend_core(engine) as core:
+        window = core.generator.pooled.open_window("tiny")
+        items = [asyncio.create_task(compute(core, raw(), window=window)) for _ in range(2)]
+        await engine.next_submit(1)
+        for index in range(3):  # the first waits for the second, and is alone when it tries again
+            engine.fail(await engine.next_submit(index), "QUEUE_FULL", "full")
+        for item in items:
+            with pytest.raises(QueueFull):
+                await item
 
 
 async def test_a_lone_text_finds_the_queue_full() -> None:
