@@ -34,6 +34,7 @@ from triptych.types.journal import (
     Resumed,
     WorkerGone,
     WorkerReady,
+    WorkerRefused,
 )
 from triptych.types.kv_transfer import KvProgress
 from triptych.types.outputs import OutputBatch
@@ -209,6 +210,18 @@ class EngineCore:
         self._interval.note_idle()
         self._interrupted = self._scheduler.requests_in_flight()
         self._scheduler.requeue_all()
+
+    def worker_refused(self, why: str) -> None:
+        """Give all requests back to their frontends, because the worker will not serve this engine.
+
+        A frontend moves them to another engine, or to this one if it is served in time, and else ends them.
+        """
+        self._calls.start(WorkerRefused, why)
+        if self._scheduler is not None and (given_up := self._scheduler.requests.all()):
+            log.warning("%d requests are given back: %s", len(given_up), why)
+            self.frontends.note_failed(
+                tuple(self._scheduler.requests.fail(each, EngineUnavailable(why)) for each in given_up)
+            )
 
     def release(self, within_s: float = 0.0) -> None:
         """Offer the requests that may not end within a time to their frontends, which may move them to other engines.

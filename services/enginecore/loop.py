@@ -249,6 +249,9 @@ class EngineLoop:
         """Turn not ready, because there is no worker. While its session may be resumed the engine stays ready."""
         if not self.welcome.ready or not self._connection.has_session:
             self._set_ready(False, why)
+        if self._connection.is_refused and self._engine.num_requests:
+            self._engine.worker_refused(why)
+            self._wake.set()
 
     async def _meanwhile(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Take in requests and notice deadlines until `work` is done, while there is no worker."""

@@ -356,10 +356,11 @@ def make_config(worker_port: int = 0, **scheduler: Any) -> EngineConfig:
 
 @asynccontextmanager
 async def running_stack(
-    num_blocks: int = 200, max_samples_per_row: int = 1, **scheduler: Any
+    num_blocks: int = 200, max_samples_per_row: int = 1, resume_ttl_s: float = 10.0, **scheduler: Any
 ) -> AsyncIterator[tuple[WorkerStack, EngineStack, FakeFrontend]]:
     """A worker, an engine and a frontend that are connected and ready."""
     config = make_config(**scheduler)
+    config = replace(config, engine=replace(config.engine, resume_ttl_s=resume_ttl_s))
     worker = WorkerStack(config, NaiveRunner(config, num_blocks, max_samples_per_row=max_samples_per_row))
     await worker.start()
     engine = EngineStack(make_config(worker.port, **scheduler))

@@ -37,6 +37,7 @@ from triptych.types.submit import SubmitRequest, single_choice
 from triptych_services.enginecore import inbox, wake_timer
 from triptych_services.enginecore import loop as loop_module
 from triptych_services.enginecore.loop import EngineLoop
+from triptych_services.enginecore.workers import connection
 from triptych_services.enginecore.workers.base import Connected, WorkerLost
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
@@ -118,8 +119,13 @@ async def test_silent_worker_delays_no_deadline_and_no_newcomer() -> None:
         await silent.stop(0)
 
 
-async def test_a_worker_that_comes_back_with_another_model_is_refused(caplog) -> None:
-    async with running_stack() as (worker, _, _):
+async def test_a_worker_that_comes_back_with_another_model_is_refused(caplog, monkeypatch) -> None:
+    """Requests are given back: one that ran on the worker before, and one that comes while there is none."""
+    monkeypatch.setattr(connection, "_REFUSED_S", 0.0)
+    async with running_stack(resume_ttl_s=0.05) as (worker, _, frontend):
+        worker.runner.may_step.clear()
+        await frontend.submit(1, make_prompt(6), sampling=LONG)
+        await frontend.wait_status(lambda status: status.num_running == 1)
         port = worker.port
         await worker.stop()
         config = make_config()
@@ -137,6 +143,15 @@ async def test_a_worker_that_comes_back_with_another_model_is_refused(caplog) ->
             in told.getMessage()
         )
         assert not other.status_publisher.state.held_by
+        await frontend.wait_for(lambda: 1 in frontend.ends)
+        await frontend.submit(2, make_prompt(6))  # the engine takes it while it has no worker
+        await frontend.wait_for(lambda: 2 in frontend.ends)
+        for number in (1, 2):
+            assert frontend.ends[number].code == "ENGINE_UNAVAILABLE"
+            assert "start the engine again" in frontend.ends[number].message
+        status = await frontend.status()
+        assert status.why_not_ready == frontend.ends[1].message
+        assert status.num_waiting == status.num_running == 0
         await other.stop()
 
 

@@ -51,6 +51,7 @@ from triptych.types.journal import (
     What,
     WorkerGone,
     WorkerReady,
+    WorkerRefused,
 )
 from triptych.types.step import StepTimings
 from triptych.wire.journal import JOURNAL_SUFFIX, event_from_bytes, event_to_bytes, framed, read_journal
@@ -65,6 +66,7 @@ WHATS: dict[type[What], st.SearchStrategy] = {
     SessionClosed: build(SessionClosed, session=u64),
     WorkerReady: build(WorkerReady, facts=worker_facts(), after_crash=st.booleans()),
     WorkerGone: build(WorkerGone),
+    WorkerRefused: build(WorkerRefused, why=words),
     CacheReset: build(CacheReset),
     Paused: build(Paused, mode=st.sampled_from(list(PauseMode))),
     Resumed: build(Resumed),

@@ -28,6 +28,7 @@ from triptych.types.journal import (
     What,
     WorkerGone,
     WorkerReady,
+    WorkerRefused,
 )
 from triptych.types.step import StepPlan
 from triptych.wire.journal import JournalReader
@@ -170,6 +171,8 @@ class _Replayer:
                 engine.worker_ready(facts, after_crash=after_crash)
             case WorkerGone():
                 engine.worker_lost()
+            case WorkerRefused(why):
+                engine.worker_refused(why)
             case CacheReset():
                 engine.reset_prefix_cache()
             case KvProgressed(progress):

@@ -89,6 +89,13 @@ class WorkerGone:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerRefused:
+    """The worker does not serve this engine, which gave its requests back."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReset:
     """The operator reset the prefix cache, or was refused."""
 
@@ -145,6 +152,7 @@ What = (
     | SessionClosed
     | WorkerReady
     | WorkerGone
+    | WorkerRefused
     | CacheReset
     | Paused
     | Resumed

@@ -35,6 +35,7 @@ from triptych.types.journal import (
     What,
     WorkerGone,
     WorkerReady,
+    WorkerRefused,
 )
 from triptych.wire import engine_core as engine_core  # its codecs are part of an event's
 from triptych.wire import worker as worker
@@ -208,6 +209,7 @@ def _create_kinds() -> tuple[dict[type[What], tuple[str, Encode]], dict[str, Dec
         "worker_ready": WorkerReady,
         "expire": Expired,
         "worker_lost": WorkerGone,
+        "worker_refused": WorkerRefused,
         "cache_reset": CacheReset,
         "resumed": Resumed,
         "adapters_awaited": AdaptersAwaited,

@@ -79,6 +79,10 @@ class Requests:
         """Return the requests for an adapter that have not ended."""
         return [request for request in self._states.index if request.content.adapter == digest]
 
+    def all(self) -> list[Request]:
+        """Return the requests that run or wait."""
+        return list(self._states.index)
+
     def with_output(self) -> list[Request]:
         """Return the waiting requests that have output tokens, by this engine or by one that they were moved from."""
         return [
@@ -125,7 +129,7 @@ class Requests:
 
     def abort_all(self) -> tuple[Finished, ...]:
         """End all requests."""
-        return tuple(self.finish(request, FinishReason.ABORT) for request in list(self._states.index))
+        return tuple(self.finish(request, FinishReason.ABORT) for request in self.all())
 
     def expire(self, now: float) -> tuple[Failed, ...]:
         """End all requests with a deadline that has passed.

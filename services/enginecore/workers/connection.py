@@ -8,13 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from triptych import failpoints
-from triptych.errors import EngineUnavailable, StaleEpoch, TriptychError, WorkerAsleep, WorkerHeld
+from triptych.errors import (
+    EngineUnavailable,
+    HandshakeMismatch,
+    StaleEpoch,
+    TriptychError,
+    WorkerAsleep,
+    WorkerHeld,
+)
 from triptych.rpc.session.dialer import Dialer
 from triptych_services.enginecore.workers.base import Connected, Executor, WorkerGone, WorkerLost
 
 log = logging.getLogger(__name__)
 
 _SILENCE_S = 60.0  # a stream on which a result is due for so long may have lost something
+_REFUSED_S = 10.0
+"""A worker that has refused the engine for this long, and no other answer came from the pool, will not serve it."""
 _MAX_WHY = 500
 
 
@@ -58,6 +67,8 @@ class WorkerConnection:
         """The last attempt to dial found the worker asleep."""
         self._whys: dict[str, str] = {}
         """Address -> why the last attempt to dial it failed, for those that have failed since the last welcome."""
+        self._refused_since: float | None = None
+        """When the first of the last dials was made that all found a mismatch; None: the last one did not."""
         self._is_found_dead = False
         """The worker of the session before has gone, and its process with it."""
         self._boot_id = ""
@@ -68,6 +79,12 @@ class WorkerConnection:
     def has_session(self) -> bool:
         """Whether there are rows, and maybe steps, for which a broken stream can be resumed."""
         return self._dialer.has_session
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether no worker will serve this engine as it is: all that answer have another model, config or protocol."""
+        since = self._refused_since
+        return not self.has_session and since is not None and time.monotonic() - since >= _REFUSED_S
 
     async def connect(self) -> Connected:
         """Dial with no session to resume.
@@ -126,7 +143,7 @@ class WorkerConnection:
 
     async def _dial(self) -> Connected:
         connected = await self._dialer.dial()
-        self.is_worker_asleep, self._whys = False, {}
+        self.is_worker_asleep, self._whys, self._refused_since = False, {}, None
         self._heard_at, self._boot_id = time.monotonic(), connected.facts.boot_id
         return connected
 
@@ -143,6 +160,10 @@ class WorkerConnection:
             raise error  # a bug
         why = str(error)[:_MAX_WHY]
         self.is_worker_asleep = isinstance(error, WorkerAsleep)
+        if not isinstance(error, HandshakeMismatch):
+            self._refused_since = None
+        elif self._refused_since is None:
+            self._refused_since = time.monotonic()
         address = self._executor.address
         if why != self._whys.get(address):
             level = logging.INFO if isinstance(error, EngineUnavailable | WorkerHeld) else logging.WARNING

@@ -190,5 +190,7 @@ def _check_hello(hello: EngineHello, state: WorkerState, shared_config: Mapping[
     comparison = compare(ModelIdentity(hello.fingerprint), state.facts.model.identity)
     if comparison.likeness < Likeness.FORM:
         raise HandshakeMismatch(
-            f"the engine expects another model than the worker has: {comparison.difference}"
+            f"the engine expects another model than the worker has: {comparison.difference}; "
+            "start the engine again to serve the worker's model, or the worker with the checkpoint, config and "
+            "version that the engine began with"
         )

@@ -207,6 +207,7 @@ CALLS: dict[str, Callable[[RecordedRun, EngineCore], object]] = {
     "stop": lambda run, engine: engine.frontends.stop(SESSION, 1),
     "submit": lambda run, engine: engine.frontends.submit(SESSION, SUBMIT),
     "worker_lost": lambda run, engine: engine.worker_lost(),
+    "worker_refused": lambda run, engine: engine.worker_refused("another model"),
     "worker_ready": lambda run, engine: engine.worker_ready(run.runner.facts, after_crash=False),
 }
 """Every public method of an engine core that can change it."""

@@ -8,6 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.stack import NaiveRunner, make_config
+from triptych.errors import EngineUnavailable, HandshakeMismatch
+from triptych.rpc.session import dialer
+from triptych_services.enginecore.workers import connection as connection_module
 from triptych_services.enginecore.workers.base import Connected, WorkerGone, WorkerLost
 from triptych_services.enginecore.workers.connection import Recovery, WorkerConnection
 
@@ -52,6 +55,31 @@ def recover(loss: WorkerLost, *welcomes: Connected | Exception, num_losses: int 
         return recovery
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("refused_s", "is_refused"), [(0.0, True), (3600.0, False)])
+def test_a_mismatch_that_lasts_is_a_refusal_unless_another_answer_comes(
+    refused_s, is_refused, monkeypatch
+) -> None:
+    monkeypatch.setattr(connection_module, "_REFUSED_S", refused_s)
+    monkeypatch.setattr(dialer, "FIRST_REDIAL_S", 0.001)
+    mismatch, loading = HandshakeMismatch("another model"), EngineUnavailable("the worker is loading (0%)")
+    executor = ScriptedExecutor(mismatch, loading, mismatch, welcome(), mismatch, welcome(is_resumed=True))
+    found: list[bool] = []
+
+    async def run() -> None:
+        connection = WorkerConnection(
+            executor,  # type: ignore[arg-type]
+            on_event=lambda: None,
+            on_given_up=lambda: None,
+            on_unreachable=lambda why: found.append(connection.is_refused),
+        )
+        await connection.connect()
+        found.append(connection.is_refused)
+        await connection.recover(WorkerLost("cut"))  # its session is still kept when the mismatch comes
+
+    asyncio.run(run())
+    assert found == [is_refused, False, is_refused, False, False]
 
 
 def test_another_worker_means_a_crash() -> None:

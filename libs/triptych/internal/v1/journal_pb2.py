@@ -29,7 +29,7 @@ from triptych.internal.v1 import step_pb2 as triptych_dot_internal_dot_v1_dot_st
 from triptych.internal.v1 import worker_pb2 as triptych_dot_internal_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"triptych/internal/v1/journal.proto\x12\x14triptych.internal.v1\x1a\x1dtriptych/admin/v1/admin.proto\x1a&triptych/internal/v1/engine_core.proto\x1a&triptych/internal/v1/kv_transfer.proto\x1a\x1ftriptych/internal/v1/step.proto\x1a!triptych/internal/v1/worker.proto\"\xe1\x01\n\rJournalHeader\x12\r\n\x05magic\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x15\n\rstarted_at_ms\x18\x03 \x01(\x04\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x05 \x01(\t\x12?\n\x06\x63onfig\x18\x06 \x03(\x0b\x32/.triptych.internal.v1.JournalHeader.ConfigEntry\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x91\x07\n\x0cJournalEvent\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.triptych.internal.v1.StepH\x00\x12\x36\n\x07no_step\x18\x03 \x01(\x0b\x32#.triptych.internal.v1.JournalNoStepH\x00\x12.\n\x06result\x18\x04 \x01(\x0b\x32\x1c.triptych.internal.v1.ResultH\x00\x12\x35\n\x06\x65xpire\x18\x05 \x01(\x0b\x32#.triptych.internal.v1.JournalExpireH\x00\x12\x35\n\x06submit\x18\x06 \x01(\x0b\x32#.triptych.internal.v1.JournalSubmitH\x00\x12\x33\n\x05\x61\x62ort\x18\x07 \x01(\x0b\x32\".triptych.internal.v1.JournalAbortH\x00\x12\x18\n\x0esession_opened\x18\x08 \x01(\x04H\x00\x12\x18\n\x0esession_closed\x18\t \x01(\x04H\x00\x12@\n\x0cworker_ready\x18\n \x01(\x0b\x32(.triptych.internal.v1.JournalWorkerReadyH\x00\x12>\n\x0bworker_lost\x18\x0b \x01(\x0b\x32\'.triptych.internal.v1.JournalWorkerLostH\x00\x12>\n\x0b\x63\x61\x63he_reset\x18\x0c \x01(\x0b\x32\'.triptych.internal.v1.JournalCacheResetH\x00\x12.\n\x06paused\x18\r \x01(\x0e\x32\x1c.triptych.admin.v1.PauseModeH\x00\x12\x36\n\x07resumed\x18\x0e \x01(\x0b\x32#.triptych.internal.v1.JournalResumeH\x00\x12\x10\n\x06\x63losed\x18\x0f \x01(\tH\x00\x12\x37\n\x0bkv_progress\x18- \x01(\x0b\x32 .triptych.internal.v1.KvProgressH\x00\x12H\n\x10\x61\x64\x61pters_awaited\x18. \x01(\x0b\x32,.triptych.internal.v1.JournalAdaptersAwaitedH\x00\x12@\n\x0c\x61\x64\x61pter_gone\x18/ \x01(\x0b\x32(.triptych.internal.v1.JournalAdapterGoneH\x00\x42\x07\n\x05\x65vent\"\x0f\n\rJournalNoStep\"\x0f\n\rJournalExpire\"O\n\rJournalSubmit\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12-\n\x07request\x18\x02 \x01(\x0b\x32\x1c.triptych.internal.v1.Submit\"/\n\x0cJournalAbort\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\"[\n\x12JournalWorkerReady\x12\x30\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\x12\x13\n\x0b\x61\x66ter_crash\x18\x02 \x01(\x08\"\x13\n\x11JournalWorkerLost\")\n\x16JournalAdaptersAwaited\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"1\n\x12JournalAdapterGone\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x0f\n\rJournalResume\"\x13\n\x11JournalCacheResetb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"triptych/internal/v1/journal.proto\x12\x14triptych.internal.v1\x1a\x1dtriptych/admin/v1/admin.proto\x1a&triptych/internal/v1/engine_core.proto\x1a&triptych/internal/v1/kv_transfer.proto\x1a\x1ftriptych/internal/v1/step.proto\x1a!triptych/internal/v1/worker.proto\"\xe1\x01\n\rJournalHeader\x12\r\n\x05magic\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x15\n\rstarted_at_ms\x18\x03 \x01(\x04\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x05 \x01(\t\x12?\n\x06\x63onfig\x18\x06 \x03(\x0b\x32/.triptych.internal.v1.JournalHeader.ConfigEntry\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd7\x07\n\x0cJournalEvent\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12*\n\x04step\x18\x02 \x01(\x0b\x32\x1a.triptych.internal.v1.StepH\x00\x12\x36\n\x07no_step\x18\x03 \x01(\x0b\x32#.triptych.internal.v1.JournalNoStepH\x00\x12.\n\x06result\x18\x04 \x01(\x0b\x32\x1c.triptych.internal.v1.ResultH\x00\x12\x35\n\x06\x65xpire\x18\x05 \x01(\x0b\x32#.triptych.internal.v1.JournalExpireH\x00\x12\x35\n\x06submit\x18\x06 \x01(\x0b\x32#.triptych.internal.v1.JournalSubmitH\x00\x12\x33\n\x05\x61\x62ort\x18\x07 \x01(\x0b\x32\".triptych.internal.v1.JournalAbortH\x00\x12\x18\n\x0esession_opened\x18\x08 \x01(\x04H\x00\x12\x18\n\x0esession_closed\x18\t \x01(\x04H\x00\x12@\n\x0cworker_ready\x18\n \x01(\x0b\x32(.triptych.internal.v1.JournalWorkerReadyH\x00\x12>\n\x0bworker_lost\x18\x0b \x01(\x0b\x32\'.triptych.internal.v1.JournalWorkerLostH\x00\x12>\n\x0b\x63\x61\x63he_reset\x18\x0c \x01(\x0b\x32\'.triptych.internal.v1.JournalCacheResetH\x00\x12.\n\x06paused\x18\r \x01(\x0e\x32\x1c.triptych.admin.v1.PauseModeH\x00\x12\x36\n\x07resumed\x18\x0e \x01(\x0b\x32#.triptych.internal.v1.JournalResumeH\x00\x12\x10\n\x06\x63losed\x18\x0f \x01(\tH\x00\x12\x37\n\x0bkv_progress\x18- \x01(\x0b\x32 .triptych.internal.v1.KvProgressH\x00\x12H\n\x10\x61\x64\x61pters_awaited\x18. \x01(\x0b\x32,.triptych.internal.v1.JournalAdaptersAwaitedH\x00\x12@\n\x0c\x61\x64\x61pter_gone\x18/ \x01(\x0b\x32(.triptych.internal.v1.JournalAdapterGoneH\x00\x12\x44\n\x0eworker_refused\x18\x30 \x01(\x0b\x32*.triptych.internal.v1.JournalWorkerRefusedH\x00\x42\x07\n\x05\x65vent\"\x0f\n\rJournalNoStep\"\x0f\n\rJournalExpire\"O\n\rJournalSubmit\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12-\n\x07request\x18\x02 \x01(\x0b\x32\x1c.triptych.internal.v1.Submit\"/\n\x0cJournalAbort\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\"[\n\x12JournalWorkerReady\x12\x30\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32!.triptych.internal.v1.WorkerFacts\x12\x13\n\x0b\x61\x66ter_crash\x18\x02 \x01(\x08\"\x13\n\x11JournalWorkerLost\"#\n\x14JournalWorkerRefused\x12\x0b\n\x03why\x18\x01 \x01(\t\")\n\x16JournalAdaptersAwaited\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"1\n\x12JournalAdapterGone\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x0f\n\rJournalResume\"\x13\n\x11JournalCacheResetb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,25 +43,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOURNALHEADER_CONFIGENTRY']._serialized_start=420
   _globals['_JOURNALHEADER_CONFIGENTRY']._serialized_end=465
   _globals['_JOURNALEVENT']._serialized_start=468
-  _globals['_JOURNALEVENT']._serialized_end=1381
-  _globals['_JOURNALNOSTEP']._serialized_start=1383
-  _globals['_JOURNALNOSTEP']._serialized_end=1398
-  _globals['_JOURNALEXPIRE']._serialized_start=1400
-  _globals['_JOURNALEXPIRE']._serialized_end=1415
-  _globals['_JOURNALSUBMIT']._serialized_start=1417
-  _globals['_JOURNALSUBMIT']._serialized_end=1496
-  _globals['_JOURNALABORT']._serialized_start=1498
-  _globals['_JOURNALABORT']._serialized_end=1545
-  _globals['_JOURNALWORKERREADY']._serialized_start=1547
-  _globals['_JOURNALWORKERREADY']._serialized_end=1638
-  _globals['_JOURNALWORKERLOST']._serialized_start=1640
-  _globals['_JOURNALWORKERLOST']._serialized_end=1659
-  _globals['_JOURNALADAPTERSAWAITED']._serialized_start=1661
-  _globals['_JOURNALADAPTERSAWAITED']._serialized_end=1702
-  _globals['_JOURNALADAPTERGONE']._serialized_start=1704
-  _globals['_JOURNALADAPTERGONE']._serialized_end=1753
-  _globals['_JOURNALRESUME']._serialized_start=1755
-  _globals['_JOURNALRESUME']._serialized_end=1770
-  _globals['_JOURNALCACHERESET']._serialized_start=1772
-  _globals['_JOURNALCACHERESET']._serialized_end=1791
+  _globals['_JOURNALEVENT']._serialized_end=1451
+  _globals['_JOURNALNOSTEP']._serialized_start=1453
+  _globals['_JOURNALNOSTEP']._serialized_end=1468
+  _globals['_JOURNALEXPIRE']._serialized_start=1470
+  _globals['_JOURNALEXPIRE']._serialized_end=1485
+  _globals['_JOURNALSUBMIT']._serialized_start=1487
+  _globals['_JOURNALSUBMIT']._serialized_end=1566
+  _globals['_JOURNALABORT']._serialized_start=1568
+  _globals['_JOURNALABORT']._serialized_end=1615
+  _globals['_JOURNALWORKERREADY']._serialized_start=1617
+  _globals['_JOURNALWORKERREADY']._serialized_end=1708
+  _globals['_JOURNALWORKERLOST']._serialized_start=1710
+  _globals['_JOURNALWORKERLOST']._serialized_end=1729
+  _globals['_JOURNALWORKERREFUSED']._serialized_start=1731
+  _globals['_JOURNALWORKERREFUSED']._serialized_end=1766
+  _globals['_JOURNALADAPTERSAWAITED']._serialized_start=1768
+  _globals['_JOURNALADAPTERSAWAITED']._serialized_end=1809
+  _globals['_JOURNALADAPTERGONE']._serialized_start=1811
+  _globals['_JOURNALADAPTERGONE']._serialized_end=1860
+  _globals['_JOURNALRESUME']._serialized_start=1862
+  _globals['_JOURNALRESUME']._serialized_end=1877
+  _globals['_JOURNALCACHERESET']._serialized_start=1879
+  _globals['_JOURNALCACHERESET']._serialized_end=1898
 # @@protoc_insertion_point(module_scope)

@@ -35,7 +35,7 @@ class JournalHeader(_message.Message):
     def __init__(self, magic: _Optional[str] = ..., version: _Optional[int] = ..., started_at_ms: _Optional[int] = ..., engine_id: _Optional[str] = ..., engine_version: _Optional[str] = ..., config: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class JournalEvent(_message.Message):
-    __slots__ = ("at_s", "step", "no_step", "result", "expire", "submit", "abort", "session_opened", "session_closed", "worker_ready", "worker_lost", "cache_reset", "paused", "resumed", "closed", "kv_progress", "adapters_awaited", "adapter_gone")
+    __slots__ = ("at_s", "step", "no_step", "result", "expire", "submit", "abort", "session_opened", "session_closed", "worker_ready", "worker_lost", "cache_reset", "paused", "resumed", "closed", "kv_progress", "adapters_awaited", "adapter_gone", "worker_refused")
     AT_S_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NO_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class JournalEvent(_message.Message):
     KV_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_AWAITED_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_GONE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_REFUSED_FIELD_NUMBER: _ClassVar[int]
     at_s: float
     step: _step_pb2.Step
     no_step: JournalNoStep
@@ -72,7 +73,8 @@ class JournalEvent(_message.Message):
     kv_progress: _kv_transfer_pb2.KvProgress
     adapters_awaited: JournalAdaptersAwaited
     adapter_gone: JournalAdapterGone
-    def __init__(self, at_s: _Optional[float] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., no_step: _Optional[_Union[JournalNoStep, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.Result, _Mapping]] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., submit: _Optional[_Union[JournalSubmit, _Mapping]] = ..., abort: _Optional[_Union[JournalAbort, _Mapping]] = ..., session_opened: _Optional[int] = ..., session_closed: _Optional[int] = ..., worker_ready: _Optional[_Union[JournalWorkerReady, _Mapping]] = ..., worker_lost: _Optional[_Union[JournalWorkerLost, _Mapping]] = ..., cache_reset: _Optional[_Union[JournalCacheReset, _Mapping]] = ..., paused: _Optional[_Union[_admin_pb2.PauseMode, str]] = ..., resumed: _Optional[_Union[JournalResume, _Mapping]] = ..., closed: _Optional[str] = ..., kv_progress: _Optional[_Union[_kv_transfer_pb2.KvProgress, _Mapping]] = ..., adapters_awaited: _Optional[_Union[JournalAdaptersAwaited, _Mapping]] = ..., adapter_gone: _Optional[_Union[JournalAdapterGone, _Mapping]] = ...) -> None: ...
+    worker_refused: JournalWorkerRefused
+    def __init__(self, at_s: _Optional[float] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., no_step: _Optional[_Union[JournalNoStep, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.Result, _Mapping]] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., submit: _Optional[_Union[JournalSubmit, _Mapping]] = ..., abort: _Optional[_Union[JournalAbort, _Mapping]] = ..., session_opened: _Optional[int] = ..., session_closed: _Optional[int] = ..., worker_ready: _Optional[_Union[JournalWorkerReady, _Mapping]] = ..., worker_lost: _Optional[_Union[JournalWorkerLost, _Mapping]] = ..., cache_reset: _Optional[_Union[JournalCacheReset, _Mapping]] = ..., paused: _Optional[_Union[_admin_pb2.PauseMode, str]] = ..., resumed: _Optional[_Union[JournalResume, _Mapping]] = ..., closed: _Optional[str] = ..., kv_progress: _Optional[_Union[_kv_transfer_pb2.KvProgress, _Mapping]] = ..., adapters_awaited: _Optional[_Union[JournalAdaptersAwaited, _Mapping]] = ..., adapter_gone: _Optional[_Union[JournalAdapterGone, _Mapping]] = ..., worker_refused: _Optional[_Union[JournalWorkerRefused, _Mapping]] = ...) -> None: ...
 
 class JournalNoStep(_message.Message):
     __slots__ = ()
@@ -109,6 +111,12 @@ class JournalWorkerReady(_message.Message):
 class JournalWorkerLost(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class JournalWorkerRefused(_message.Message):
+    __slots__ = ("why",)
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    why: str
+    def __init__(self, why: _Optional[str] = ...) -> None: ...
 
 class JournalAdaptersAwaited(_message.Message):
     __slots__ = ("digests",)
