@@ -176,7 +176,7 @@ def _lfm2_mixtures(config: ConfigFile, sizes: Sizes) -> tuple[LayerSpec, ...]:
         experts=experts,
     )
     num_dense = config.integer("num_dense_layers", default=2, minimum=0)
-    return with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    return with_dense_layers(layers, config.integer("intermediate_size"), range(num_dense))
 
 
 def _lfm2_width(config: ConfigFile) -> int:

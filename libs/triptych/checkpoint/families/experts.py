@@ -22,17 +22,20 @@ from triptych.checkpoint.families.keys import (
     Sizes,
     describe,
     describe_layers,
+    read_dense_layers,
     read_experts,
     read_layer_types,
+    read_qwen_dense_layers,
     read_qwen_layer_types,
     read_rope,
     read_sizes,
     read_window,
+    stacked_experts,
     with_dense_layers,
 )
 from triptych.checkpoint.families.llama import rms_block
 from triptych.checkpoint.families.registry import architecture_name
-from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+from triptych.checkpoint.tensor_names import TensorNames
 
 
 def gpt_oss(config: ConfigFile) -> ModelArchitecture:
@@ -63,17 +66,7 @@ def gpt_oss(config: ConfigFile) -> ModelArchitecture:
     block = BlockSpec(norm=norm, qkv_bias=bias, out_bias=bias, activation="swiglu_oai", has_sinks=True)
     names = TensorNames(
         renamed=((".mlp.gate.", ".mlp.router."),),
-        fused=tuple(
-            FusedTensor(
-                f"mlp.experts.{name}",
-                tuple(f"mlp.experts.{part}" for part in parts),
-                interleaved="rows",
-                of_experts=True,
-                is_transposed=True,
-                suffixes=("", "_bias"),
-            )
-            for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
-        ),
+        fused=stacked_experts("mlp.experts", interleaved="rows", is_transposed=True),
     )
     return describe(config, sizes, layers=layers, block=block, names=names)
 
@@ -236,15 +229,12 @@ def _of_types(
         window=read_window(config, layer_types),
         experts=experts,
     )
-    kinds = ("dense",) * first_dense + ("sparse",) * (sizes.num_layers - first_dense)
-    if config.has("mlp_layer_types"):
-        kinds = config.words("mlp_layer_types", length=sizes.num_layers, among=("dense", "sparse"))
-    dense = {index for index, kind in enumerate(kinds) if kind == "dense"}
+    dense = read_dense_layers(config, sizes.num_layers, first=first_dense)
     if config.has("mlp_only_layers") and config.indices("mlp_only_layers", length=sizes.num_layers) != dense:
         config.fail(
             "mlp_only_layers", config.values["mlp_only_layers"], "must name the dense mlp_layer_types"
         )
-    return with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index in dense)
+    return with_dense_layers(layers, config.integer("intermediate_size"), dense)
 
 
 def olmoe(config: ConfigFile) -> ModelArchitecture:
@@ -357,8 +347,5 @@ def qwen3_moe(config: ConfigFile) -> ModelArchitecture:
 
 
 def _qwen_dense(config: ConfigFile, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    every = config.integer("decoder_sparse_step", default=1)
-    dense = config.indices("mlp_only_layers", length=len(layers))
-    return with_dense_layers(
-        layers, config.integer("intermediate_size"), lambda index: index in dense or (index + 1) % every != 0
-    )
+    dense = read_qwen_dense_layers(config, len(layers))
+    return with_dense_layers(layers, config.integer("intermediate_size"), dense)

@@ -29,8 +29,9 @@ from triptych.checkpoint.families.keys import (
     read_rope,
     read_sizes,
     read_window,
+    stacked_experts,
 )
-from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
+from triptych.checkpoint.tensor_names import TensorNames
 
 
 def _block(config: ConfigFile, key: str) -> BlockSpec:
@@ -162,12 +163,7 @@ _GEMMA4_RENAMED = (
     (".mlp.gate.weight", ".router.proj.weight"),
     (".mlp.gate.per_expert_scale", ".router.per_expert_scale"),
 )
-_GEMMA4_FUSED = tuple(
-    FusedTensor(
-        f"experts.{name}", tuple(f"mlp.experts.{part}" for part in parts), of_experts=True, suffixes=("", "")
-    )
-    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
-)
+_GEMMA4_FUSED = stacked_experts("experts", suffixes=("", ""))
 
 
 def gemma4(config: ConfigFile, *, names: TensorNames | None = None) -> ModelArchitecture:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,16 +49,30 @@ WITH_IMAGES = TensorNames(
 )
 """Names of composite checkpoints, of which the part for text is served."""
 
-STACKED_EXPERTS = tuple(
-    FusedTensor(
-        f"mlp.experts.{name}",
-        tuple(f"mlp.experts.{part}" for part in parts),
-        of_experts=True,
-        suffixes=("", "_bias"),
+
+def stacked_experts(
+    module: str, *, suffixes: tuple[str, str] = ("", "_bias"), **layout: Any
+) -> tuple[FusedTensor, ...]:
+    """Return the two tensors of all experts of a layer, as the modules of transformers have them.
+
+    Args:
+        module: Their module in the checkpoint, as it follows the layer's prefix.
+        suffixes, layout: As of `FusedTensor`.
+    """
+    parts_of = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    return tuple(
+        FusedTensor(
+            f"{module}.{name}",
+            tuple(f"mlp.experts.{part}" for part in parts),
+            of_experts=True,
+            suffixes=suffixes,
+            **layout,
+        )
+        for name, parts in parts_of.items()
     )
-    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
-)
-"""Tensors of all experts of a layer, as the modules of transformers have them."""
+
+
+STACKED_EXPERTS = stacked_experts("mlp.experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +197,37 @@ def read_grouped_experts(
     )
 
 
+def read_dense_layers(config: ConfigFile, num_layers: int, *, first: int) -> Set[int]:
+    """Return the layers with one MLP in place of the mixture, by the list that says so of each.
+
+    Args:
+        first: How many first layers have one, where the file has no list.
+    """
+    if not config.has("mlp_layer_types"):
+        config.pass_over("mlp_layer_types")
+        return frozenset(range(first))
+    kinds = config.words("mlp_layer_types", length=num_layers, among=("dense", "sparse"))
+    return frozenset(index for index, kind in enumerate(kinds) if kind == "dense")
+
+
+def read_qwen_dense_layers(config: ConfigFile, num_layers: int) -> Set[int]:
+    """Return the layers with one MLP in place of the mixture: those of a list, and those outside of a rhythm."""
+    every = config.integer("decoder_sparse_step", default=1)
+    outside = {index for index in range(num_layers) if (index + 1) % every}
+    return config.indices("mlp_only_layers", length=num_layers) | outside
+
+
 def with_dense_layers(
-    layers: tuple[LayerSpec, ...], intermediate_size: int, is_dense: Callable[[int], bool]
+    layers: tuple[LayerSpec, ...], intermediate_size: int, dense: Container[int]
 ) -> tuple[LayerSpec, ...]:
-    """Return the layers with one MLP in place of the mixture where `is_dense` says so of an index.
+    """Return the layers with one MLP in place of the mixture where `dense` has their index.
 
     Args:
         intermediate_size: Columns of such an MLP.
     """
     return tuple(
         replace(layer, mlp="gated", experts=None, intermediate_size=intermediate_size)
-        if is_dense(index)
+        if index in dense
         else layer
         for index, layer in enumerate(layers)
     )

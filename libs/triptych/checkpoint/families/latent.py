@@ -24,6 +24,7 @@ from triptych.checkpoint.families.keys import (
     Sizes,
     describe,
     describe_layers,
+    read_dense_layers,
     read_grouped_experts,
     read_query_scaling,
     read_rope,
@@ -56,7 +57,7 @@ def deepseek_v2(config: ConfigFile) -> ModelArchitecture:
         config.expect("topk_method", "group_limited_greedy", otherwise="the router chooses in another way")
     layers = _describe_layers(config, sizes, latent, rope, experts=experts)
     num_dense = config.integer("first_k_dense_replace", default=0, minimum=0)
-    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), range(num_dense))
     block = replace(_block(config, latent, rope), mlp_bias=config.boolean("mlp_bias", default=False))
     return describe(config, sizes, layers=layers, block=block, names=_names(config, sizes))
 
@@ -70,7 +71,7 @@ def deepseek_v3(config: ConfigFile) -> ModelArchitecture:
     experts = replace(experts, correction_shape=(experts.num_experts,))
     layers = _describe_layers(config, sizes, latent, rope, experts=experts)
     num_dense = config.integer("first_k_dense_replace", default=3, minimum=0)
-    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), range(num_dense))
     block = _block(config, latent, rope)
     return describe(config, sizes, layers=layers, block=block, names=_names(config, sizes))
 
@@ -168,14 +169,11 @@ def _with_chosen_keys(
 def _count_dense(config: ConfigFile, *, default: int) -> int:
     """Return the number of the first layers, those with one MLP, where a list says so of each layer."""
     num_layers = config.integer("num_hidden_layers")
-    num_dense = default
-    if config.has("mlp_layer_types"):
-        kinds = config.words("mlp_layer_types", length=num_layers, among=("dense", "sparse"))
-        num_dense = kinds.index("sparse") if "sparse" in kinds else num_layers
-        if "dense" in kinds[num_dense:]:
-            config.fail("mlp_layer_types", kinds, "must have its dense layers before the others")
-    config.pass_over("mlp_layer_types")
-    return num_dense
+    dense = read_dense_layers(config, num_layers, first=default)
+    if dense != set(range(len(dense))):
+        kinds = config.values["mlp_layer_types"]
+        config.fail("mlp_layer_types", kinds, "must have its dense layers before the others")
+    return len(dense)
 
 
 def minicpm3(config: ConfigFile) -> ModelArchitecture:
@@ -227,7 +225,7 @@ def mistral4(config: ConfigFile, names: TensorNames = _LIKE_OURS) -> ModelArchit
     experts = read_grouped_experts(config)
     layers = _describe_layers(config, sizes, latent, rope, experts=experts)
     num_dense = config.integer("first_k_dense_replace", default=0, minimum=0)
-    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), range(num_dense))
     block = replace(_block(config, latent, rope), query_scaling=read_query_scaling(config, sizes))
     return describe(config, sizes, layers=layers, block=block, names=replace(names, fused=STACKED_EXPERTS))
 

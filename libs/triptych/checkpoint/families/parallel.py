@@ -18,6 +18,7 @@ from triptych.checkpoint.families.keys import (
     describe,
     describe_layers,
     read_activation,
+    read_dense_layers,
     read_experts,
     read_layer_types,
     read_rope,
@@ -87,22 +88,18 @@ def cohere_moe(config: ConfigFile) -> ModelArchitecture:
         return SLIDING if (place + 1) % period else FULL
 
     layer_types = read_layer_types(config, sizes.num_layers, default=kind_of)
-    kinds = tuple("dense" if index < num_dense else "sparse" for index in range(sizes.num_layers))
-    if config.has("mlp_layer_types"):
-        kinds = config.words("mlp_layer_types", length=sizes.num_layers, among=("dense", "sparse"))
+    dense = read_dense_layers(config, sizes.num_layers, first=num_dense)
     rope, width = read_rope(config, sizes, is_interleaved=True), config.integer("intermediate_size")
     layers = describe_layers(
         sizes,
         intermediate_size=width,
-        rope=lambda index, kind: (
-            rope if kind == SLIDING or (kinds[index] == "dense" and of_dense == 1) else None
-        ),
+        rope=lambda index, kind: rope if kind == SLIDING or (index in dense and of_dense == 1) else None,
         layer_types=layer_types,
         window=read_window(config, layer_types),
         experts=_cohere_experts(config, width),
     )
     dense_width = config.integer("prefix_dense_intermediate_size", default=width)
-    layers = with_dense_layers(layers, dense_width, lambda index: kinds[index] == "dense")
+    layers = with_dense_layers(layers, dense_width, dense)
     config.expect("use_qk_norm", False, otherwise="each head's queries and keys have a norm of their own")
     config.expect("use_parallel_block", True, otherwise="the MLP follows the attention")
     config.expect("use_gated_activation", True, otherwise="the MLP has no gate")

@@ -24,6 +24,7 @@ from triptych.checkpoint.families.keys import (
     describe,
     describe_layers,
     read_experts,
+    read_qwen_dense_layers,
     read_rope,
     read_sizes,
     with_dense_layers,
@@ -157,12 +158,8 @@ def _qwen(
     width = "intermediate_size" if experts is None else "moe_intermediate_size"
     layers = describe_layers(sizes, intermediate_size=config.integer(width), rope=rope, experts=experts)
     if experts is not None:
-        every = config.integer("decoder_sparse_step", default=1)
-        dense = config.indices("mlp_only_layers", length=sizes.num_layers)
         dense_width = config.integer("intermediate_size", default=5632)
-        layers = with_dense_layers(
-            layers, dense_width, lambda index: index in dense or (index + 1) % every > 0
-        )
+        layers = with_dense_layers(layers, dense_width, read_qwen_dense_layers(config, sizes.num_layers))
     layers = with_states(layers, {index: state for index, kind in enumerate(kinds) if kind == LINEAR})
     norm = NormSpec(eps=config.number("rms_norm_eps", default=1e-6), offset=1.0)
     bias = config.boolean("attention_bias", default=False)

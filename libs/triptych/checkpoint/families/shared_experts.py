@@ -14,12 +14,14 @@ from triptych.checkpoint.families.keys import (
     SLIDING,
     describe,
     describe_layers,
+    read_dense_layers,
     read_experts,
     read_grouped_experts,
     read_layer_types,
     read_rope,
     read_sizes,
     read_window,
+    stacked_experts,
     with_dense_layers,
 )
 from triptych.checkpoint.families.llama import (
@@ -71,7 +73,7 @@ def afmoe(config: ConfigFile) -> ModelArchitecture:
         experts=experts,
     )
     num_dense = config.integer("num_dense_layers", default=1, minimum=0)
-    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), range(num_dense))
     block = replace(rms_block(config, eps=1e-5), norms="both", qk_norm="head", output_gate="elements")
     is_scaled = config.boolean("mup_enabled", default=False)
     ends = EndsSpec(embedding_multiplier=sizes.hidden_size**0.5 if is_scaled else 1.0)
@@ -105,7 +107,7 @@ def dots1(config: ConfigFile) -> ModelArchitecture:
         experts=replace(experts, correction_shape=(experts.num_experts,)),
     )
     num_dense = config.integer("first_k_dense_replace", default=0, minimum=0)
-    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), range(num_dense))
     bias = config.boolean("attention_bias", default=False)
     block = replace(rms_block(config), qk_norm="head", qkv_bias=bias, out_bias=bias)
     return describe(config, sizes, layers=layers, block=block)
@@ -133,11 +135,9 @@ def ernie_moe(config: ConfigFile) -> ModelArchitecture:
     end = config.integer("moe_layer_end_index", default=-1, minimum=-1)
     every = config.integer("moe_layer_interval", default=1)
     last = sizes.num_layers - 1 if end == -1 else end
-    layers = with_dense_layers(
-        layers,
-        config.integer("intermediate_size"),
-        lambda index: not start <= index <= last or (index + 1) % every != 0,
-    )
+    sparse = {index for index in range(start, last + 1) if (index + 1) % every == 0}
+    dense = set(range(sizes.num_layers)) - sparse
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), dense)
     bias = config.boolean("use_bias", default=False)
     block = replace(rms_block(config, eps=1e-5), qkv_bias=bias, out_bias=bias, mlp_bias=bias)
     names = TensorNames(renamed=((".mlp.gate.e_score", ".mlp.moe_statics.e_score"),))
@@ -160,18 +160,16 @@ def exaone_moe(config: ConfigFile) -> ModelArchitecture:
     )
     older = "first_last_k_dense_replace"
     key = older if config.has(older) else "first_k_dense_replace"
-    num_dense = config.integer(key, default=1, minimum=0)
-    is_dense = [index < num_dense for index in range(sizes.num_layers)]
-    if config.has("mlp_layer_types"):
-        kinds = config.words("mlp_layer_types", length=sizes.num_layers, among=("dense", "sparse"))
-        is_dense = [kind == "dense" for kind in kinds]
-    if config.has("is_moe_layer") and config.values["is_moe_layer"] != [not dense for dense in is_dense]:
+    first = config.integer(key, default=1, minimum=0)
+    dense = read_dense_layers(config, sizes.num_layers, first=first)
+    has_experts = [index not in dense for index in range(sizes.num_layers)]
+    if config.has("is_moe_layer") and config.values["is_moe_layer"] != has_experts:
         config.fail(
             "is_moe_layer", config.values["is_moe_layer"], "must name the layers that the other keys name"
         )
     # layers that predict further tokens have a beginning of their own
-    config.pass_over("mlp_layer_types", "is_moe_layer", "num_nextn_predict_layers", "output_router_logits")
-    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: is_dense[index])
+    config.pass_over("is_moe_layer", "num_nextn_predict_layers", "output_router_logits")
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), dense)
     block = replace(rms_block(config, eps=1e-5), qk_norm="head")
     names = TensorNames(renamed=((".mlp.gate.e_score", ".mlp.e_score"),), ignored_prefixes=("mtp.",))
     return describe(config, sizes, layers=layers, block=block, names=names)
@@ -187,7 +185,7 @@ def glm4_moe(config: ConfigFile) -> ModelArchitecture:
         experts=replace(experts, correction_shape=(experts.num_experts,)),
     )
     num_dense = config.integer("first_k_dense_replace", default=1, minimum=0)
-    layers = with_dense_layers(layers, config.integer("intermediate_size"), lambda index: index < num_dense)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), range(num_dense))
     has_norms = config.boolean("use_qk_norm", default=False)
     block = replace(
         rms_block(config, eps=1e-5),
@@ -241,14 +239,7 @@ def granite_moe(config: ConfigFile) -> ModelArchitecture:
     block, ends = granite_multipliers(config)
     has_windows = has_granite_windows(config)  # their files have the names of transformers' modules
     router = ".block_sparse_moe.router." if has_windows else ".block_sparse_moe.router.layer."
-    experts_of_file: tuple[FusedTensor, ...] = GRANITE_EXPERTS
-    if has_windows:
-        experts_of_file = tuple(
-            FusedTensor(
-                f"block_sparse_moe.experts.{name}", own.parts, of_experts=True, suffixes=("", "_bias")
-            )
-            for name, own in zip(("gate_up_proj", "down_proj"), GRANITE_EXPERTS, strict=True)
-        )
+    experts_of_file = stacked_experts("block_sparse_moe.experts") if has_windows else GRANITE_EXPERTS
     names = TensorNames(
         renamed=((".mlp.gate.", router), (".mlp.shared_experts.down_proj.", ".shared_mlp.output_linear.")),
         fused=(
@@ -304,13 +295,9 @@ def hunyuan3(config: ConfigFile) -> ModelArchitecture:
     )
     rope = read_rope(config, sizes, theta=11158840.0)
     layers = describe_layers(sizes, intermediate_size=width, rope=rope, experts=experts)
-    num_dense = config.integer("first_k_dense_replace", default=1, minimum=0)
-    kinds = ("dense",) * num_dense + ("sparse",) * (sizes.num_layers - num_dense)
-    if config.has("mlp_layer_types"):
-        kinds = config.words("mlp_layer_types", length=sizes.num_layers, among=("dense", "sparse"))
-    layers = with_dense_layers(
-        layers, config.integer("intermediate_size"), lambda index: kinds[index] == "dense"
-    )
+    first = config.integer("first_k_dense_replace", default=1, minimum=0)
+    dense = read_dense_layers(config, sizes.num_layers, first=first)
+    layers = with_dense_layers(layers, config.integer("intermediate_size"), dense)
     names = TensorNames(
         renamed=(
             (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
@@ -354,9 +341,8 @@ def llama4(config: ConfigFile) -> ModelArchitecture:
     sparse = frozenset(range(step - 1, sizes.num_layers, step))
     if config.has("moe_layers"):
         sparse = config.indices("moe_layers", length=sizes.num_layers)
-    layers = with_dense_layers(
-        layers, config.integer("intermediate_size_mlp"), lambda index: index not in sparse
-    )
+    dense = set(range(sizes.num_layers)) - sparse
+    layers = with_dense_layers(layers, config.integer("intermediate_size_mlp"), dense)
     eps = config.number("rms_norm_eps", default=1e-5)
     bias = config.boolean("attention_bias", default=False)
     scaling = (config.number("attn_scale", default=0.1), config.integer("floor_scale", default=8192))
@@ -374,31 +360,13 @@ def llama4(config: ConfigFile) -> ModelArchitecture:
     return describe(config, sizes, layers=layers, block=block, names=_LLAMA4_NAMES)
 
 
-def transposed_experts(module: str) -> tuple[FusedTensor, ...]:
-    """Return the tensors of all experts that have each one's weights as [in_features, out_features].
-
-    Args:
-        module: Their module in the checkpoint, as it follows the layer's prefix.
-    """
-    return tuple(
-        FusedTensor(
-            f"{module}.{name}",
-            tuple(f"mlp.experts.{part}" for part in parts),
-            of_experts=True,
-            is_transposed=True,
-            suffixes=("", "_bias"),
-        )
-        for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
-    )
-
-
 _LLAMA4_NAMES = TensorNames(
     renamed=(
         (".mlp.gate.", ".feed_forward.router."),
         (".shared_experts.", ".shared_expert."),
         (".mlp.", ".feed_forward."),
     ),
-    fused=transposed_experts("feed_forward.experts"),
+    fused=stacked_experts("feed_forward.experts", is_transposed=True),
 )
 
 

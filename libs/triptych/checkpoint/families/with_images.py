@@ -11,7 +11,7 @@ from dataclasses import replace
 from triptych.checkpoint.architecture import ModelArchitecture
 from triptych.checkpoint.config_file import ConfigFile
 from triptych.checkpoint.families import experts, llama, shared_experts
-from triptych.checkpoint.families.keys import WITH_IMAGES
+from triptych.checkpoint.families.keys import WITH_IMAGES, stacked_experts
 from triptych.checkpoint.families.registry import find_family
 from triptych.checkpoint.tensor_names import TensorNames
 from triptych.errors import FeatureDisabled
@@ -127,7 +127,7 @@ def qwen3_vl_moe(config: ConfigFile) -> ModelArchitecture:
         text.assume(norm_topk_prob=True)
         return experts.qwen3_moe(text)
 
-    return _read(config, read, replace(_QWEN, fused=shared_experts.transposed_experts("mlp.experts")))
+    return _read(config, read, replace(_QWEN, fused=stacked_experts("mlp.experts", is_transposed=True)))
 
 
 def llama4(config: ConfigFile) -> ModelArchitecture:

@@ -293,6 +293,12 @@ def expect_gating(model: GgufModel, number: int, name: str) -> None:
     model.keys.expect("expert_gating_func", number, otherwise=f"the router has another function than {name}")
 
 
+def expect_normalised_weights(model: GgufModel) -> None:
+    model.keys.expect(
+        "expert_weights_norm", True, otherwise="the weights of a token's experts are not divided by their sum"
+    )
+
+
 def pass_over_images(model: GgufModel) -> None:
     """Note keys about images: a token has three positions, of which those of text are equal, and some layers take what
     the tower gives, which is zero for text."""

@@ -10,6 +10,7 @@ from triptych.checkpoint.gguf.keys import (
     attention,
     by_type,
     expect_gating,
+    expect_normalised_weights,
     experts,
     granite_factors,
     layer_types,
@@ -122,11 +123,9 @@ def _groups(model: GgufModel) -> Config:
 
 
 def afmoe(model: GgufModel) -> Config:
+    expect_gating(model, 2, "a sigmoid")
+    expect_normalised_weights(model)
     keys = model.keys
-    keys.expect(
-        "expert_weights_norm", True, otherwise="the weights of a token's experts are not divided by their sum"
-    )
-    keys.expect("expert_gating_func", 2, otherwise="the router has another function than a sigmoid")
     return (
         named("AfmoeForCausalLM", mup_enabled=True)  # llama.cpp scales each embedding
         | attention(model)
@@ -171,10 +170,8 @@ def _gating(model: GgufModel, names: dict[int, str], *, default: int) -> str:
 
 def hunyuan3(model: GgufModel) -> Config:
     expect_gating(model, 2, "a sigmoid")
+    expect_normalised_weights(model)
     keys = model.keys
-    keys.expect(
-        "expert_weights_norm", True, otherwise="the weights of a token's experts are not divided by their sum"
-    )
     mixture = experts(model, "num_experts")
     shared, width = keys.integer("expert_shared_feed_forward_length"), mixture["moe_intermediate_size"]
     if shared % width:
@@ -194,10 +191,8 @@ def hunyuan3(model: GgufModel) -> Config:
 def laguna(model: GgufModel) -> Config:
     """Describe Laguna, in which every fourth layer from the first on sees everything, and gates are by head or not."""
     expect_gating(model, 2, "a sigmoid")
+    expect_normalised_weights(model)
     keys = model.keys
-    keys.expect(
-        "expert_weights_norm", True, otherwise="the weights of a token's experts are not divided by their sum"
-    )
     heads, head_dim = model.per_layer("attention.head_count"), model.head_dim
     keys.assume(**{"attention.sliding_window_pattern": [index % 4 > 0 for index in range(model.num_layers)]})
     types = layer_types(model)
