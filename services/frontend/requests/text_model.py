@@ -201,7 +201,9 @@ class TextModel:
             end = self.tokenizer.decode(
                 prompt_token_ids[-_OPENING_TOKENS:].tolist(), skip_special_tokens=False
             )
-            is_reasoning = end.rstrip().endswith(reasoning.opening)
+            is_reasoning = end.rstrip().endswith(reasoning.opening) or (
+                chat.continue_final_message and self._thinks_in_last_turn(prompt_token_ids, reasoning)
+            )
             if is_held and not is_reasoning and not _may_reason(chat, end, reasoning):
                 reasoning = None
         if reasoning is None and tool_format is None:
@@ -216,6 +218,19 @@ class TextModel:
             names_tool=chat.names_tool,
             is_either=has_form and not chat.demands_calls,
         )
+
+    def _thinks_in_last_turn(self, prompt_token_ids: U32, reasoning: ReasoningFormat) -> bool:
+        """Return whether the turn that a prompt ends with has opened the reasoning and not closed it.
+
+        Special tokens are between turns: what is opened before one of them is of a turn before. A model that writes the
+        marks with several tokens each is not known to think here.
+        """
+        opening_id, closing_id = map(self.tokenizer.token_id, (reasoning.opening, reasoning.closing))
+        if opening_id is None or closing_id is None:
+            return False
+        opened_at = _last_place(prompt_token_ids, opening_id)
+        ends = (closing_id, *self.tokenizer.special_ids)
+        return opened_at >= 0 and not np.isin(prompt_token_ids[opened_at + 1 :], ends).any()
 
     def thinking_budget(
         self, num_tokens: int, prompt_token_ids: U32, *, is_open: bool | None, path: str

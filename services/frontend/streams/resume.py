@@ -169,4 +169,5 @@ def _chat_fields(chat: RawChat) -> dict[str, Any]:
         "tool_choice": chat.tool_choice,
         "parallel_tool_calls": chat.parallel_tool_calls,
         "includes_reasoning": chat.includes_reasoning,
+        "continue_final_message": chat.continue_final_message,
     }

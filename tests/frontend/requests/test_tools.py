@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import AddedToken
 
 from tests.helpers import grpc_api
-from tests.helpers.byte_tokenizer import byte_backend, byte_tokenizer
+from tests.helpers.byte_tokenizer import EOS, byte_backend, byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.frontend import frontend_core
 from tests.helpers.http_api import open_api
@@ -33,6 +34,8 @@ from triptych.errors import InvalidRequest
 from triptych.text.tokenizer import Tokenizer
 from triptych.types.output_limits import ThinkingBudget
 from triptych.v1 import output_pb2
+from triptych_services.frontend.requests.text_model import TextModel
+from triptych_services.frontend.streams.resume import StreamState
 
 
 async def test_an_answer_is_split_into_its_parts() -> None:
@@ -305,11 +308,62 @@ async def test_what_is_wrong_with_tools_is_named_over_grpc(chat: dict[str, Any],
     assert re.match(f"{field}: ", str(error))
 
 
-def thinking_tokenizer() -> Tokenizer:
+def thinking_tokenizer(chat_template: str = TOKENIZER.chat_template or "") -> Tokenizer:
     """As `TOKENIZER`, with one token for each mark of the reasoning."""
     backend = byte_backend()
     backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
-    return Tokenizer(backend, {"chat_template": TOKENIZER.chat_template})
+    return Tokenizer(backend, {"chat_template": chat_template})
+
+
+def continued(*messages: tuple[str, str]) -> dict[str, Any]:
+    """Return fields of a conversation, its last message continued."""
+    return {
+        "messages": [{"role": role, "content": content} for role, content in messages],
+        "extra_body": {"continue_final_message": True, "add_generation_prompt": False},
+    }
+
+
+@pytest.mark.parametrize(
+    ("turn", "is_open"),
+    [
+        ("<think>Let me", True),
+        ("Well. <think>Let me", True),
+        ("<think>Let me</think>It", False),
+        ("<think>a</think><think>b", True),
+        ("It", False),
+    ],
+)
+async def test_a_continued_turn_goes_on_with_what_it_has_opened(turn: str, is_open: bool) -> None:
+    tokenizer = thinking_tokenizer(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}" + EOS + "{% endfor %}"
+    )
+    fields = continued(("user", "What is <think>?"), ("assistant", turn))
+    body: Any = {"model": "tiny", "messages": fields["messages"], "max_tokens": 50}
+    kept: Any = {"stream_options": {"include_event_ids": True}}
+    expected = ("see.", "Yes") if is_open else ("", "see.</think>Yes")
+    async with (
+        FakeEngine(say("see.</think>Yes"), model=replace(TALKATIVE, vocab_size=1000)) as engine,
+        frontend_core(engine, tokenizer=tokenizer, keep_s=10.0, reasoning_parser="think") as core,
+        open_api(core.generator) as api,
+    ):
+        message = (await chat(api, **fields)).choices[0].message
+        deltas = [chunk.choices[0].delta async for chunk in await chat(api, stream=True, **kept, **fields)]
+        blocks = (await api.post("/v1/messages", json.dumps(body))).json()["content"]
+    assert (getattr(message, "reasoning_content", None) or "", message.content) == expected
+    streamed = (
+        "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas),
+        "".join(delta.content or "" for delta in deltas),
+    )
+    assert streamed == expected
+    assert ("".join(block.get("thinking", "") for block in blocks), blocks[-1]["text"]) == expected
+    prompt = tokenizer.decode(engine.submitted[0].prompt_token_ids.tolist(), skip_special_tokens=False)
+    assert prompt.endswith(f"assistant: {turn}")
+    state = StreamState.from_bytes(engine.submitted[1].frontend_state).raw_chat
+    assert state is not None, "another frontend goes on with the stream"
+    model = TextModel(tokenizer, {}, Path(), reasoning_parser="think")
+    split = model.split_answer(state, engine.submitted[1].prompt_token_ids)
+    assert split is not None
+    assert split.is_reasoning == is_open
 
 
 async def test_a_thinking_budget_reaches_the_engine_with_its_tokens() -> None:
