@@ -109,12 +109,19 @@ def create_app(
 
 
 def _create_document_endpoint(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
-    """Return what answers with the document, which the first call builds in a quarter of a second, on a thread."""
+    """Return what answers with the document, which the first call builds in a quarter of a second, on a thread.
+
+    Anybody may ask for its 200 kB, so they are written once.
+    """
     turns = asyncio.Lock()
+
+    @functools.cache
+    def write() -> bytes:
+        return bytes(JSONResponse(app.openapi()).body)
 
     async def endpoint(request: Request) -> Response:
         async with turns:
-            document = await asyncio.to_thread(app.openapi)
-        return JSONResponse(document)
+            content = await asyncio.to_thread(write)
+        return Response(content, media_type="application/json")
 
     return endpoint
