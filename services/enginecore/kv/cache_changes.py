@@ -93,14 +93,13 @@ class _Prefix:
         self.next_sibling: _Prefix | None = None
         """The next older one of those that go on from the same prefix."""
         self.previous_sibling: _Prefix | None = None
-        if parent is None:
-            self.depth = 1
-        else:
+        self.depth = 1
+        """Its length, in blocks of `block_size` tokens."""
+        if parent is not None:
             self.depth = parent.depth + 1
             if (sibling := parent.first_child) is not None:
                 self.next_sibling, sibling.previous_sibling = sibling, self
             parent.first_child = self
-        """Its length, in blocks of `block_size` tokens."""
         self.cached = 0
         """Bit i: the block of group i that ends here is cached."""
         self.runs = runs

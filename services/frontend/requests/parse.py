@@ -32,9 +32,7 @@ COMPLETION_MAX_TOKENS = 16  # where a text or token prompt leaves max_tokens out
 MAX_DEADLINE_S = 1e9
 MAX_REQUEST_ID_BYTES = 128
 MAX_LABEL_BYTES = 256  # of tenant and cache_salt, which travel with every request
-_MAX_FAULTS = (
-    64  # of a conversation's messages that are reported; a client needs no more to see what is wrong
-)
+_MAX_FAULTS = 64  # of messages that are reported; a client needs no more to see what is wrong
 _I32 = (-(1 << 31), (1 << 31) - 1)
 _TEMPLATE_ARGUMENTS = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "self",

@@ -13,10 +13,7 @@ _SET_BITS = 20  # of an entry, the lower ones, say which members hold the block
 _SET_MASK = (1 << _SET_BITS) - 1
 _MOST_SETS = _SET_MASK
 _KEY_MASK = (1 << 64) - 1 - _SET_MASK  # of an entry, the upper ones, are those of the block's key
-_TABLE_SHIFT, _TABLE_MASK = (
-    12,
-    (1 << 8) - 1,
-)  # of a key, the lowest that depend on all of the secret, say its table
+_TABLE_SHIFT, _TABLE_MASK = 12, (1 << 8) - 1  # bits of a key, the lowest that depend on all of the secret
 _FIRST_SIZE = 16
 _SPARE = 16  # places behind the last home
 _NO_ENTRIES = np.empty(0, np.uint64)

@@ -47,9 +47,8 @@ class Eagle3Head(nn.Module):
             return create_norm(size, architecture.block.norm, context=context, prefix=name)
 
         self._architecture = architecture
-        self._model: tuple[
-            DecoderForCausalLM, ...
-        ] = ()  # in a tuple, since its weights are none of this module
+        # in a tuple, since its weights are none of this module
+        self._model: tuple[DecoderForCausalLM, ...] = ()
         self.adds_normalised = spec.adds_normalised
         self.embed_tokens: VocabEmbedding | None = None
         if spec.has_embedding:

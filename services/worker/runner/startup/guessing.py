@@ -232,10 +232,8 @@ class Eagle3Source(HeadSource):
             FeatureDisabled: It cannot guess for the model; says why.
             ConfigError: `speculative.cache_gib` holds no block.
         """
-        self._option, self._directory = (
-            f"speculative.model = {config.engine.speculative.model}",
-            head_directory,
-        )
+        self._option = f"speculative.model = {config.engine.speculative.model}"
+        self._directory = head_directory
         architecture, spec = config.architecture, read_eagle3(head_directory)
         layers = spec.layers_of(architecture.num_layers)
         for what, own, wanted in (
