@@ -143,6 +143,13 @@ CONVERSIONS: dict[str, Conversion] = {
     "GPT-2": changed("GPT-2", {"n_ctx": 64}),
     "GPT-NeoX": changed("GPT-NeoX", {"rotary_pct": 0.25}),
     "GPT-NeoX, in turn": changed("GPT-NeoX, in turn", {"rotary_pct": 0.25}, attention_bias=True),
+    "Granite, windows": changed(
+        "Granite, windows",
+        {"no_rope_layers": [0, 1, 1, 0]},
+        layer_rope_theta=[0, 500.0, 500.0, 0],
+        **rope("default", rope_theta=500.0),
+    ),
+    "Granite MoE, windows": changed("Granite MoE, windows", layer_types=...),
     "Granite 4": changed("Granite 4", {"layer_types": ["mamba", "mamba", "attention", "mamba"]}),
     "Granite 4, dense": changed(
         "Granite 4, dense",

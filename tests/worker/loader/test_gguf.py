@@ -74,6 +74,11 @@ def test_projections_of_keys_that_nothing_reads_are_left_out(tmp_path: Path) -> 
             r"cohere2moe\.expert_gating_func: 3 must be one of 1, 2",
         ),
         (
+            "Granite, windows",
+            {"granite_swa.attention.rope_pattern": [True] * 3},
+            r"granite_swa\.attention\.rope_pattern: \[.*\] must be true or false for each of 4 layers",
+        ),
+        (
             "Hunyuan 3",
             {"hy_v3.expert_shared_feed_forward_length": 63},
             r"hy_v3\.expert_shared_feed_forward_length: 63 must be a multiple of 32",

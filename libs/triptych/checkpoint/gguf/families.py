@@ -93,6 +93,7 @@ _APERTUS = TensorRules(
     layer_numbers={f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
 )
 
+_GRANITE_WINDOWS = replace(_ROTATED, renamed={"ffn_up_shexp": "mlp.shared_experts.gate_up_proj"})
 _GATED = TensorRules(renamed={"attn_gate": "self_attn.gate_proj"})
 
 _FAMILIES = {
@@ -125,6 +126,7 @@ _FAMILIES = {
     "gpt2": GgufFamily(dense.gpt2),
     "gptneox": GgufFamily(dense.gpt_neox),
     "granite": GgufFamily(dense.granite, _ROTATED),
+    "granite_swa": GgufFamily(mixtures.granite_windows, _GRANITE_WINDOWS),
     "granitehybrid": GgufFamily(recurrent.granite_hybrid, _ROTATED),
     "granitemoe": GgufFamily(mixtures.granite_moe, _ROTATED),
     "hunyuan-dense": GgufFamily(dense.hunyuan),

@@ -48,6 +48,18 @@ class GgufModel:
             self.keys.fail(key, value, f"must be a number for each of the {self.num_layers} layers")
         return value[: self.num_layers]
 
+    def flags(self, key: str, *, default: list[bool]) -> list[bool]:
+        """Return true or false for each layer."""
+        value = self.keys.values.get(key, default)
+        self.keys.pass_over(key)
+        if (
+            not isinstance(value, list)
+            or len(value) < self.num_layers
+            or any(type(each) is not bool for each in value)
+        ):
+            self.keys.fail(key, value, f"must be true or false for each of {self.num_layers} layers")
+        return value[: self.num_layers]
+
     def layers_with(self, stem: str) -> list[int]:
         """Return the layers that have a tensor of this name."""
         return [index for index in range(self.num_layers) if f"blk.{index}.{stem}" in self.tensors]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triptych.checkpoint.gguf.dense import phi3
+from triptych.checkpoint.gguf.dense import granite, phi3
 from triptych.checkpoint.gguf.keys import (
     Config,
     GgufModel,
@@ -102,6 +102,21 @@ def granite_moe(model: GgufModel) -> Config:
     config = attention(model) | experts(model, "num_local_experts", width="intermediate_size")
     shared = {"shared_intermediate_size": width or None}
     return named(name) | config | granite_factors(model) | all_biases(model) | shared
+
+
+def granite_windows(model: GgufModel) -> Config:
+    """Describe Granite with windows, in which layers have the rotary embedding, or no positions."""
+    keys, rotated = model.keys, model.flags("attention.rope_pattern", default=[True] * model.num_layers)
+    has_experts = keys.integer("expert_count", default=0, minimum=0) > 0
+    config = granite_moe(model) if has_experts else granite(model)
+    theta = config["rope_parameters"]["rope_theta"]
+    keys.assume(**{"attention.sliding_window_pattern": [index % 4 > 0 for index in range(model.num_layers)]})
+    return (
+        config
+        | named("GraniteMoeSWAForCausalLM" if has_experts else "GraniteSWAForCausalLM")
+        | layer_types(model)
+        | {"layer_rope_theta": [theta if is_rotated else 0 for is_rotated in rotated]}
+    )
 
 
 def _grouped_experts(model: GgufModel) -> Config:
@@ -360,16 +375,10 @@ def deepseek32(model: GgufModel) -> Config:
 
 def glm_dsa(model: GgufModel) -> Config:
     """Describe GLM 5, of which some layers have no indexer: by a list, or else by the tensors."""
-    keys, has_own = model.keys, model.layers_with("indexer.attn_k.weight")
-    listed = keys.values.get(
-        "attention.indexer.types", [index in has_own for index in range(model.num_layers)]
-    )
-    keys.pass_over("attention.indexer.types")
-    if not isinstance(listed, list) or len(listed) < model.num_layers or set(listed) - {True, False}:
-        keys.fail(
-            "attention.indexer.types", listed, f"must be true or false for each of {model.num_layers} layers"
-        )
-    types = ["full" if is_full else "shared" for is_full in listed[: model.num_layers]]
+    has_own = model.layers_with("indexer.attn_k.weight")
+    default = [index in has_own for index in range(model.num_layers)]
+    listed = model.flags("attention.indexer.types", default=default)
+    types = ["full" if is_full else "shared" for is_full in listed]
     return _choosing(model, "GlmMoeDsaForCausalLM") | {"indexer_types": types}
 
 
