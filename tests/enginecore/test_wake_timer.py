@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.chaos.grounds.fake_time import in_fake_time
 from triptych_services.enginecore import wake_timer
 from triptych_services.enginecore.wake_timer import WakeTimer
 
@@ -40,6 +41,7 @@ def short_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wake_timer, "TICK_S", 0.01)
 
 
+@in_fake_time
 async def test_turns_that_follow_each_other_share_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wake_timer, "TICK_S", 0.1)
     engine = Engine()
@@ -50,6 +52,7 @@ async def test_turns_that_follow_each_other_share_one_look(monkeypatch: pytest.M
     assert not engine.wake.is_set()
 
 
+@in_fake_time
 async def test_nothing_due_is_looked_for_no_more_until_the_next_turn() -> None:
     engine = Engine()
     for num_turns in (1, 2):
@@ -58,6 +61,7 @@ async def test_nothing_due_is_looked_for_no_more_until_the_next_turn() -> None:
         assert engine.num_looks == num_turns
 
 
+@in_fake_time
 async def test_something_due_later_wakes_then_and_not_before() -> None:
     engine = Engine()
     engine.due_at = time.monotonic() + MANY_TICKS_S
@@ -67,6 +71,7 @@ async def test_something_due_later_wakes_then_and_not_before() -> None:
     assert engine.num_looks <= 4, "one after the turn, one when it is due, and one where a timer is early"
 
 
+@in_fake_time
 async def test_what_stays_due_wakes_each_tick() -> None:
     engine = Engine()
     engine.due_at = time.monotonic()
@@ -76,6 +81,7 @@ async def test_what_stays_due_wakes_each_tick() -> None:
     assert engine.num_looks == 3
 
 
+@in_fake_time
 async def test_a_turn_looks_before_the_time_that_was_found() -> None:
     engine = Engine()
     engine.due_at = time.monotonic() + 1000 * DEADLINE_S
@@ -87,6 +93,7 @@ async def test_a_turn_looks_before_the_time_that_was_found() -> None:
     await engine.turn()
 
 
+@in_fake_time
 async def test_a_timer_that_was_stopped_looks_no_more() -> None:
     engine = Engine()
     engine.timer.note_turn()

@@ -6,6 +6,8 @@ A task belongs to the process whose code created it; that is told by its context
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import selectors
 import sys
 import time
@@ -171,6 +173,22 @@ def run_in_fake_time(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Corouti
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0.1))
         loop.close()
+
+
+def in_fake_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on such a loop. It may use no sockets and no threads; its fixtures are made outside."""
+
+    @functools.wraps(test)
+    def run(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
+        if "monkeypatch" in signature.parameters:
+            arguments["monkeypatch"] = monkeypatch
+        run_in_fake_time(monkeypatch, lambda: test(**arguments))
+
+    signature = inspect.signature(test)
+    own = inspect.Parameter("monkeypatch", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    others = [each for each in signature.parameters.values() if each.name != own.name]
+    run.__signature__ = signature.replace(parameters=[own, *others])  # type: ignore[attr-defined]
+    return run
 
 
 def _functions_of_ours() -> Iterator[Any]:

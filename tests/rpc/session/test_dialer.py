@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.chaos.grounds.fake_time import in_fake_time
 from triptych.errors import EngineUnavailable, HandshakeMismatch, StaleEpoch
 from triptych.rpc.session.dialer import Dialer
 
@@ -152,11 +153,12 @@ async def test_past_the_time_to_live_the_session_is_given_up(clock: list[float])
     assert clock[:3] == [0.05, 0.1, pytest.approx(0.15)]
 
 
+@in_fake_time
 async def test_a_silent_server_does_not_outlast_the_time_to_live() -> None:
     client, dialer = make(Welcome(resume_ttl_s=0.05), None, FRESH)
     await dialer.dial()
     dialer.note_broken("cut")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await dialer.dial() is FRESH
     assert client.given_up == ["cut; not back within 0.05 s"]
     assert client.failures == ["no answer within 0.05 s"]
