@@ -12,13 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.helpers.clock import pass_time
 from tests.helpers.garbage import without_collector
 from tests.helpers.http_api import HttpApi, open_api
 from triptych_services.frontend.http import connections, server
 from triptych_services.frontend.http.connections import BoundedConnection, ConnectionLimits
 from triptych_services.frontend.http.guards import MAX_HEADERS
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 NUM_HALF = 200
 CHAT: Any = [{"role": "user", "content": "hi"}]
 HALVES = (
@@ -48,11 +49,13 @@ async def send(api: HttpApi, data: bytes, *, source: str = "127.0.0.1") -> async
 
 
 async def test_half_requests_cost_nobody_else() -> None:
-    async with open_api(limits=ConnectionLimits(client_timeout_s=2.0)) as api, asyncio.timeout(DEADLINE_S):
+    limits = ConnectionLimits(client_timeout_s=20.0)
+    async with open_api(limits=limits) as api, asyncio.timeout(DEADLINE_S):
         readers = await asyncio.gather(*(send(api, HALVES[i % len(HALVES)]) for i in range(NUM_HALF)))
         for _ in range(20):
             answer = await api.client.completions.create(model="tiny/fake", prompt="hi", max_tokens=2)
             assert answer.choices[0].finish_reason == "length"
+        await pass_time(20.0)
         assert await asyncio.gather(*(reader.read() for reader in readers)) == [b""] * NUM_HALF
         assert (await api.http.get("/health")).status_code == 200
         assert api.generator.num_running == 0
@@ -108,7 +111,7 @@ async def test_connection_beside_all_that_are_answered_is_told_to_come_back() ->
         streams = [await api.connect("/v1/completions", {"prompt": "hi", "stream": True}) for _ in range(2)]
         for reader, _ in streams:
             await reader.readuntil(b"\n\n")
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{api.port}") as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{api.port}", timeout=DEADLINE_S) as http:
             response = await http.get("/health")
             assert response.status_code == 503
             assert response.headers["retry-after"] == "1"
@@ -119,14 +122,22 @@ async def test_connection_beside_all_that_are_answered_is_told_to_come_back() ->
             assert response.status_code == 200
 
 
-async def test_refused_connections_are_bounded_too() -> None:
+async def test_refused_connections_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "GOODBYE_S", 20.0)
     async with open_api(limits=ConnectionLimits(max_connections=1)) as api, asyncio.timeout(DEADLINE_S):
         api.generator.hold_after_words = 1
         reader, _ = await api.connect("/v1/completions", {"prompt": "hi", "stream": True})
         await reader.readuntil(b"\n\n")
         refused = await asyncio.gather(*(send(api, b"") for _ in range(200)))
-        answers = await asyncio.gather(*(each.read() for each in refused), return_exceptions=True)
-        assert 0 < sum(isinstance(answer, bytes) and b" 503 " in answer for answer in answers) <= 64
+        reading = [asyncio.create_task(each.read()) for each in refused]
+        while (
+            sum(task.done() for task in reading) < 200 - connections._MAX_GOODBYES
+        ):  # those without an answer
+            await asyncio.sleep(0.01)
+        await pass_time(20.0)
+        answers = await asyncio.gather(*reading, return_exceptions=True)
+        told = [answer for answer in answers if isinstance(answer, bytes) and b" 503 " in answer]
+        assert len(told) == connections._MAX_GOODBYES
         api.generator.released.set()
         await reader.readuntil(b"[DONE]")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.clock import pass_time
 from tests.helpers.fake_engine import eventually
 from tests.helpers.frontend import FrontendCore, frontend_core, raw_request
 from tests.helpers.http_api import HttpApi, open_api
@@ -108,7 +109,7 @@ class Seen:
 
 
 async def read(events: AsyncGenerator[Any, None], seen: Seen, until: Callable[[Seen], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for event in events:
             seen.add(event)
             if until(seen):
@@ -168,7 +169,7 @@ async def test_counts_of_guesses_are_taken_along() -> None:
                 (request_of,) = s.engine.loop._engine.scheduler.snapshot().running
                 counts = request_of.num_accepted_guesses, request_of.num_rejected_guesses
                 await s.engine.stop()
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while not s.second.migrator.num_waiting:
                         await asyncio.sleep(0.01)
                 (route,) = s.second.migrator._waiting
@@ -277,9 +278,11 @@ async def test_a_deadline_counts_on_at_the_other_frontend() -> None:
     async with stand() as s:
         s.runner.may_step.clear()
         seen = Seen()
-        async with aclosing(s.first.generator.generate(request(deadline_s=1.5))) as events:
+        async with aclosing(s.first.generator.generate(request(deadline_s=50))) as events:
             await read(events, seen, lambda seen: bool(seen.token))
             rest = s.second.generator.attach(ResumeToken.parse(seen.token), {}, "grpc")
+            assert isinstance(await anext(rest), AttachedEvent)
+            await pass_time(50)
             with pytest.raises(errors.DeadlineExceeded):
                 await read(rest, seen, never)
         s.runner.may_step.set()
@@ -312,7 +315,7 @@ class Chunks:
 
 
 async def read_lines(lines: AsyncIterator[str], chunks: Chunks, num_events: int = 1 << 30) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for line in lines:
             if line.startswith("id: "):
                 chunks.last_id = line[4:]

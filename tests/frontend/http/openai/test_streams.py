@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from tests.helpers.clock import pass_time
 from tests.helpers.fake_generator import MODEL, FakeGenerator
 from tests.helpers.http_api import DEADLINE_S, HttpApi, open_api
 from triptych.errors import ConfigError, GenerationLost
@@ -242,14 +243,21 @@ async def test_a_reader_that_stalls_for_too_long_is_dropped(pushes: bool) -> Non
 @pytest.mark.parametrize("pushes", [False, True])
 async def test_a_reader_that_is_slow_is_not_dropped(pushes: bool) -> None:
     generator = Torrent(pushes=pushes)
-    async with open_api(generator, limits=ConnectionLimits(client_timeout_s=0.8)) as api:
+    async with open_api(generator, limits=ConnectionLimits(client_timeout_s=60.0)) as api:
         with contextlib.closing(await connect_without_reading(api)) as client:
             client.setblocking(False)
             loop = asyncio.get_running_loop()
-            for _ in range(20):
-                await loop.sock_recv(client, 65536)
-                await asyncio.sleep(0.05)
+            for _ in range(6):
+                for _ in range(
+                    20
+                ):  # several times what its window holds: the server's kernel has less to send
+                    await loop.sock_recv(client, 4096)
+                await pass_time(25.0)
             assert generator.num_running == 1
+            for _ in range(10):  # what reaches the kernel of either side counts as read
+                await pass_time(60.0)
+                await asyncio.sleep(0.01)
+            await api.until(lambda: generator.num_running == 0)
 
 
 @pytest.mark.parametrize(
@@ -274,11 +282,12 @@ async def test_a_request_that_does_not_arrive_whole_costs_its_connection(sent: b
 
 
 async def test_a_long_answer_is_no_late_request() -> None:
-    async with open_api(limits=ConnectionLimits(client_timeout_s=0.4)) as api:
+    async with open_api(limits=ConnectionLimits(client_timeout_s=60.0)) as api:
         api.generator.hold_after_words = 1
-        answer = asyncio.create_task(api.http.post("/v1/completions", json={"prompt": "a"}))
+        request = api.http.post("/v1/completions", json={"prompt": "a"}, timeout=None)
+        answer = asyncio.create_task(request)
         await api.generator.holding.wait()
-        await asyncio.sleep(0.6)
+        await pass_time(90.0)
         api.generator.released.set()
         assert (await answer).status_code == 200
 
@@ -311,7 +320,7 @@ async def test_a_server_that_dies_by_itself_is_noticed(api: HttpApi) -> None:
 async def test_ipv6_and_names_are_addresses_too() -> None:
     server = HttpServer(create_app(FakeGenerator()), "localhost", 0)
     port = await server.start()
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=DEADLINE_S) as http:
         assert (await http.get(f"http://localhost:{port}/version")).status_code == 200
     await server.stop(0)
 
