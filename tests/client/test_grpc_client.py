@@ -160,21 +160,21 @@ async def test_unary_calls(client):
 
 async def test_wait_ready_returns_when_the_frontend_turns_ready(client, frontend):
     await asyncio.to_thread(frontend.set_ready, False)
-    waiting = asyncio.create_task(client.wait_ready(10.0))
+    waiting = asyncio.create_task(client.wait_ready(60.0))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await asyncio.to_thread(frontend.set_ready, True)
-    await asyncio.wait_for(waiting, 5.0)
+    await asyncio.wait_for(waiting, 60.0)
 
 
 async def test_wait_ready_finds_a_server_that_comes_later():
     port = free_port()
     async with GenerationClient(f"127.0.0.1:{port}") as client:
-        waiting = asyncio.create_task(client.wait_ready(10.0))
+        waiting = asyncio.create_task(client.wait_ready(60.0))
         await asyncio.sleep(0.05)
         fake = await asyncio.to_thread(FakeFrontend(port=port).__enter__)
         try:
-            await asyncio.wait_for(waiting, 5.0)
+            await asyncio.wait_for(waiting, 60.0)
         finally:
             await asyncio.to_thread(fake.__exit__, None, None, None)
 

@@ -100,7 +100,7 @@ def test_openai_client_over_https_with_a_key(stack: SecureStack) -> None:
     context = ssl.create_default_context(cafile=stack.authority.file)
     context.load_cert_chain(stack.tls.certificate, stack.tls.key)
     with (
-        httpx.Client(verify=context) as http,
+        httpx.Client(verify=context, timeout=60) as http,
         openai.OpenAI(
             base_url=f"https://{stack.cluster.http_address}/v1", api_key=KEY, http_client=http, max_retries=0
         ) as client,

@@ -113,6 +113,10 @@ async def until_ready(channel: grpc.aio.Channel) -> None:
                 return
 
 
+def http_client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=START_S)
+
+
 async def test_it_serves_both_doors_and_drains_on_sigterm(tmp_path: Path) -> None:
     model = write_model_directory(tmp_path)
     async with (
@@ -121,7 +125,7 @@ async def test_it_serves_both_doors_and_drains_on_sigterm(tmp_path: Path) -> Non
     ):
         ports = await frontend.ports()
         assert ports["pid"] == frontend.process.pid
-        async with open_channel(f"127.0.0.1:{ports['port']}") as channel, httpx.AsyncClient() as http:
+        async with open_channel(f"127.0.0.1:{ports['port']}") as channel, http_client() as http:
             await until_ready(channel)
             base = f"http://127.0.0.1:{ports['http_port']}"
             assert (await http.get(f"{base}/health")).status_code == 200
@@ -165,7 +169,7 @@ async def test_full_collections_do_not_look_at_modules(tmp_path: Path) -> None:
         start(tmp_path, str(model), program=program, frontend__engine_addresses=engine.address) as frontend,
     ):
         ports = await frontend.ports()
-        async with httpx.AsyncClient(timeout=START_S) as http:  # its modules are imported last
+        async with http_client() as http:  # its modules are imported last
             await http.get(f"http://127.0.0.1:{ports['http_port']}/health")
         frontend.process.send_signal(signal.SIGTERM)
         code, stderr = await frontend.end()
@@ -189,7 +193,7 @@ async def test_it_serves_grpc_and_operators_alone(tmp_path: Path) -> None:
     ):
         ports = await frontend.ports()
         assert "http_port" not in ports
-        async with open_channel(f"127.0.0.1:{ports['port']}") as channel, httpx.AsyncClient() as http:
+        async with open_channel(f"127.0.0.1:{ports['port']}") as channel, http_client() as http:
             await until_ready(channel)
             base = f"http://127.0.0.1:{ports['admin_http_port']}"
             assert (await http.post(f"{base}/sleep")).status_code == 200
@@ -267,7 +271,7 @@ async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
                 held[-1].settimeout(5)
                 with contextlib.suppress(OSError):
                     held[-1].connect(("127.0.0.1", ports[port]))
-        async with httpx.AsyncClient(timeout=START_S) as http:
+        async with http_client() as http:
             base = f"http://127.0.0.1:{ports['http_port']}"
             assert (await http.get(f"{base}/health")).status_code == 200
         for connection in held[1::2]:

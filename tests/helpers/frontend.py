@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from tests.helpers.byte_tokenizer import byte_tokenizer
-from tests.helpers.fake_engine import FakeEngine, eventually
+from tests.helpers.fake_engine import DEADLINE_S, FakeEngine, eventually
 from tests.helpers.stack import EngineStack
 from triptych.observe.metrics import FrontendMetrics
 from triptych.text.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def raw_request(prompt: object = "Hello", *, api: str = "test", **given: Any) ->
 
 
 async def collect(generator: Generator, raw: RawRequest) -> list[Event]:
-    async with asyncio.timeout(10), aclosing(generator.generate(raw)) as events:
+    async with asyncio.timeout(DEADLINE_S), aclosing(generator.generate(raw)) as events:
         return [event async for event in events]
 
 

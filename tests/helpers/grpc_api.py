@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from tests.helpers.byte_tokenizer import byte_tokenizer
-from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.fake_engine import DEADLINE_S, FakeEngine
 from tests.helpers.frontend import FrontendCore, frontend_core
 from triptych import errors
 from triptych.admin.v1 import admin_pb2_grpc
@@ -128,5 +128,5 @@ async def error_of(call: Any) -> errors.TriptychError:
             await call
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(drain(), 10)
+        await asyncio.wait_for(drain(), DEADLINE_S)
     return from_rpc_error(caught.value)

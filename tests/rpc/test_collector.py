@@ -33,7 +33,7 @@ class Process:
 
     async def wait_looks(self, count: int = 5) -> None:
         until = self.num_looks + count
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.num_looks < until:
                 await asyncio.sleep(0.001)
 

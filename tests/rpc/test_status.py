@@ -287,7 +287,7 @@ async def test_unknown_method_is_a_plain_error(serve):
 async def test_nobody_listening_is_engine_unavailable(unused_tcp_port):
     async with open_channel(f"127.0.0.1:{unused_tcp_port}") as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
+            await admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=60)
     assert isinstance(from_rpc_error(caught.value), errors.EngineUnavailable)
 
 

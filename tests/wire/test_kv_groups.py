@@ -67,7 +67,7 @@ def older_worker(message: Any) -> list[Any]:
     ("faults", "behind"), [({"down": older_engine}, "engine core"), ({"up": older_worker}, "worker")]
 )
 async def test_an_end_that_knows_no_groups_is_refused(faults: dict[str, Any], behind: str) -> None:
-    async with stack(**faults) as (_, frontend), asyncio.timeout(20):
+    async with stack(**faults) as (_, frontend), asyncio.timeout(60):
         told = f"upgrade the {behind} first"
         await frontend.wait_for(
             lambda: bool(frontend.welcomes) and told in frontend.welcomes[-1].why_not_ready
@@ -76,7 +76,7 @@ async def test_an_end_that_knows_no_groups_is_refused(faults: dict[str, Any], be
 
 async def test_tables_of_all_groups_reach_the_worker() -> None:
     """The worker holds each position that is read against what it must be."""
-    async with stack() as (_, frontend), asyncio.timeout(20):
+    async with stack() as (_, frontend), asyncio.timeout(60):
         await frontend.wait_ready()
         prompts = [make_prompt(70, seed=number % 2) + make_prompt(3, seed=number) for number in range(6)]
         for number, prompt in enumerate(prompts):

@@ -109,7 +109,7 @@ async def test_an_engine_of_the_version_before_is_served_and_resumes() -> None:
     await engine.start()
     frontend = FakeFrontend(engine.address)
     await frontend.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await frontend.wait_ready()
     await submit_all(frontend)
     await all_end_undisturbed(frontend)

@@ -567,7 +567,7 @@ async def test_numbers_of_refused_attaches_are_given_out_again() -> None:
     refusal = RequestFailure(first.start, NotKept.code, "no such stream", "", 0)
     session.take_in(OutputBatch(1, failures=(refusal,)), 0)
     with pytest.raises(NotKept):
-        await attachment.wait(1.0)
+        await attachment.wait(60.0)
     assert (session.num_in_flight, attachment._held) == (0, ())
     assert session.take_numbers_to_attach(100) == range(first.start, first.start + 100)
     assert session.take_numbers(1).start == first.stop

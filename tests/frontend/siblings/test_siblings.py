@@ -208,7 +208,7 @@ async def test_limits_are_counted_once_for_all() -> None:
         for limits in (one, other):
             with pytest.raises(RateLimited, match="3 requests within a minute, the limit is 3") as error:
                 await limits.admit(few)
-            assert error.value.retry_after_s == pytest.approx(60, abs=1)
+            assert 0 < error.value.retry_after_s <= 60
         one.charge(tokens, 5)
         with pytest.raises(RateLimited, match="5 tokens"):
             await one.admit_tokens(tokens)

@@ -31,7 +31,7 @@ from triptych_services.frontend.streams.placement import AttachedStream
 from triptych_services.frontend.streams.resume import ResumeToken
 from triptych_services.frontend.streams.route import ChoiceRoute, RouteChange, Submission
 
-DEADLINE_S = 8.0
+DEADLINE_S = 60.0
 OF_A_REQUEST = (RequestOutputs, Choice, ChoiceRoute, Submission, RequestRecord, AttachedStream)
 
 

@@ -24,12 +24,12 @@ def put(outbox: Outbox[int, str], *messages: int) -> None:
 
 
 async def take(messages: AsyncIterator[int | str], count: int) -> list[int | str]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return [await anext(messages) for _ in range(count)]
 
 
 async def rest(messages: AsyncIterator[int | str]) -> list[int | str]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return [message async for message in messages]
 
 

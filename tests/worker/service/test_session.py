@@ -424,14 +424,14 @@ async def test_waiting_for_readiness_ends_with_it_or_with_its_time() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     status_publisher.change(phase=Phase.READY)
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(DEADLINE_S / 2):
         await waiting
     status_publisher.change(phase=Phase.WARMING)
     waiting = asyncio.create_task(status_publisher.wait_settled(DEADLINE_S))
     await asyncio.sleep(0)
     assert not waiting.done(), "it wakes from a sleep"
     status_publisher.change(phase=Phase.DRAINING)
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(DEADLINE_S / 2):
         await waiting
 
 

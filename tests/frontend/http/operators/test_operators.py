@@ -21,7 +21,7 @@ from triptych_services.frontend.access.keys import ApiKeys
 from triptych_services.frontend.http.operators.app import create_operators_app
 from triptych_services.frontend.http.server import HttpServer
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @asynccontextmanager
