@@ -6,6 +6,7 @@ answers of both, and the CPU time that the frontend spends.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,6 +98,13 @@ def cpu_s(process: psutil.Process) -> float:
     return total
 
 
+def slowness() -> float:
+    """Return how many times as long this machine works as that on which the prices were measured, or 1."""
+    started = time.thread_time()
+    sum(hash(str(number)) for number in range(200_000))
+    return max(1.0, (time.thread_time() - started) / 0.025)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.thorough if name in LONGEST else ()) for name in ATTACKS]
 )
@@ -111,7 +119,8 @@ def test_attack_is_answered_and_harms_nobody(
         assert bystander.ask() == bystander.answers
         statuses = {each.result() for each in attack}
     assert statuses <= ATTACKS[name].statuses | {429}
-    assert cpu_s(frontend) - before_s < _OWN_CPU_S + NUM_REQUESTS * ATTACKS[name].cpu_s
+    price_s = _OWN_CPU_S + NUM_REQUESTS * ATTACKS[name].cpu_s
+    assert cpu_s(frontend) - before_s < slowness() * price_s
     assert bystander.ask() == bystander.answers
 
 

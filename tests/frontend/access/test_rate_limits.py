@@ -173,7 +173,7 @@ async def test_both_apis_share_the_requests_of_a_key(doors):
     ]  # fmt: skip
     error = await error_of(doors.stub(FEW).StreamGenerate(request()))
     assert type(error) is errors.RateLimited
-    assert 50 < error.retry_after_s <= 60
+    assert 0 < error.retry_after_s <= 60
     assert error.message.startswith(
         "API key 'few': 2 requests within a minute, the limit is 2; try again in "
     )

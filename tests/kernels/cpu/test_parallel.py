@@ -83,8 +83,12 @@ def test_idle_threads_sleep() -> None:
     weight, x, _ = product()
     use_threads(2)
     linear(x, weight)
-    time.sleep(0.05)  # past the moment for which they spin
+    # The first half second may have the moment for which they spin, and other threads of this process may work in some.
+    assert any(cpu_s_of_half_a_second() < 0.1 for _ in range(20))
+
+
+def cpu_s_of_half_a_second() -> float:
     before = os.times()
     time.sleep(0.5)
     after = os.times()
-    assert after.user + after.system - before.user - before.system < 0.1
+    return after.user + after.system - before.user - before.system
