@@ -35,27 +35,50 @@ def name_by_text(token_bytes: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
+class _Characters:
+    """The characters of tokens, as they come."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_bytes: bytes) -> tuple[str, int]:
+        """Return the text that the next token completes, and how many characters of it, 0 or 1, are before the token.
+
+        One is where the token shows that the bytes before it will never be a character: that is U+FFFD.
+        """
+        decode, get_state = self._decoder.decode, self._decoder.getstate
+        if not token_bytes or not get_state()[0]:
+            return decode(token_bytes), 0
+        # A byte that goes on with what has begun completes one character or none, and begins nothing.
+        first = decode(token_bytes[:1])
+        num_before = len(first) + bool(get_state()[0]) - 1 if first else 0
+        return first + decode(token_bytes[1:]), num_before
+
+
 class TextPlaces:
     """Finds where the tokens of a text begin in it, as they come.
 
     One that begins inside a character begins where that character does:
 
-        tokens   " "   first bytes of 🦊   last byte of 🦊   "!"
-        place     0            1                 1            2
+        tokens   " "   first bytes of 🦊   last byte of 🦊   "!"   first bytes of 🦊   "?"
+        text     " "                  "🦊"                   "!"       U+FFFD         "?"
+        place     0            1                 1            2            3           4
     """
 
     def __init__(self, without_text: Container[int] = ()) -> None:
         """`without_text`: ids of tokens that the text leaves out. They begin where the next one does."""
         self.end = 0
         """Characters of the text so far, without one that is not complete."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = _Characters()
         self._without_text = without_text
 
     def add(self, token_id: int, token_bytes: bytes) -> int:
         """Take in the next token, and return its place."""
-        place = self.end
-        if token_id not in self._without_text:
-            self.end += len(self._decoder.decode(token_bytes))
+        if token_id in self._without_text:
+            return self.end
+        text, num_before = self._characters.push(token_bytes)
+        place = self.end + num_before
+        self.end += len(text)
         return place
 
 
@@ -112,10 +135,10 @@ class EchoLogprobs:
         A token that the text leaves out, as special ones are, begins where the next one does. One that begins inside a
         character begins where that character does.
         """
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        characters = _Characters()
         offsets, offset = [], 0
-        for piece in map(decoder.decode, self._pieces):
-            offsets.append(offset)
+        for piece, num_before in map(characters.push, self._pieces):
+            offsets.append(offset + num_before)
             if not offset and not text.startswith(piece):
                 piece = piece.removeprefix(" ")  # some tokenizers put a space before every text
             place = text.find(piece, offset, offset + len(piece) + _SEARCHED_CHARS)  # normalised texts differ

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from triptych.types.events import PromptLogprobsEvent
 from triptych.types.logprobs import LogprobRows, TokenLogprobs
+from triptych.types.step import PromptLogprobs
 from triptych_services.frontend.http.openai import logprobs as module
 from triptych_services.frontend.http.openai.logprobs import (
     LOWEST_LOGPROB,
+    EchoLogprobs,
     TextPlaces,
     chat_json,
     completion_json,
@@ -93,11 +98,7 @@ def test_completion_json_says_what_each_token_says(width: int, names_by_id: bool
         for row in rows
     ]
     output = [row.token_bytes[0] for row in rows]
-    *offsets, end = [
-        len(codecs.utf_8_decode(b"".join(output[:num_tokens]), "replace", False)[0])
-        for num_tokens in range(len(output) + 1)
-    ]
-    assert places.end == end
+    assert places.end == len(codecs.utf_8_decode(b"".join(output), "replace", False)[0])
     assert json.loads(text, object_pairs_hook=_no_name_twice) == {
         "tokens": [own[0] for own in names],
         "token_logprobs": [value(row.logprobs[0]) for row in rows],
@@ -105,7 +106,7 @@ def test_completion_json_says_what_each_token_says(width: int, names_by_id: bool
             dict(zip(own, map(value, row.logprobs), strict=True))
             for own, row in zip(names, rows, strict=True)
         ],
-        "text_offset": offsets,
+        "text_offset": places_of(output),
     }
 
 
@@ -122,11 +123,46 @@ def test_places_count_a_character_of_several_tokens_once(num_together: int) -> N
     assert [" ü🦊!?"[place] for place in offsets] == [" ", "🦊", "🦊", "!", "?"]
 
 
+@pytest.mark.parametrize("num_tokens", [2, 3])
+def test_a_token_behind_what_becomes_no_character_is_behind_its_replacement(num_tokens: int) -> None:
+    parts = [b"a", "ü".encode(), b"\xf0\x9f", b"\xa6\x8a", b"\xe0", b"\x9f", b"\xef\xbf", b"\xbd?"]
+    for tokens in itertools.product(parts, repeat=num_tokens):
+        places, echo = TextPlaces(), EchoLogprobs(0, tokens[0])
+        echo.add(prompt_part(tokens[1:]))
+        expected = places_of(tokens)
+        assert [places.add(0, token) for token in tokens] == expected, tokens
+        assert echo.place_in(b"".join(tokens).decode(errors="replace"))[0] == expected, tokens
+
+
 def test_a_token_that_the_text_leaves_out_takes_no_place_in_it() -> None:
     pieces = [b"Yes", b"<|end|>", b"\n", b"No"]
     rows = LogprobRows(1, [0, 1, 2, 1, 3], np.zeros(5, np.float32), [1] * 5, pieces.__getitem__)
     part = completion_json(rows, TextPlaces({1}), None, "", names_by_id=False)
     assert json.loads(part)["text_offset"] == [0, 3, 3, 4, 4]
+
+
+def prompt_part(tokens: Sequence[bytes]) -> PromptLogprobsEvent:
+    """Return the part of a prompt behind its first token."""
+    shape = len(tokens), 1
+    columns = np.zeros(shape, np.uint32), np.zeros(shape, np.float32), np.ones(len(tokens), np.uint32)
+    return PromptLogprobsEvent(PromptLogprobs(1, *columns), tokens)
+
+
+def places_of(tokens: Sequence[bytes]) -> list[int]:
+    """Return the character of all tokens' text that holds the first byte of each."""
+    sizes = list[int]()  # bytes of each character
+    for character in b"".join(tokens).decode(errors=_WRONG_BYTES):
+        num_wrong = ord(character) - ord(_WRONG[0])
+        sizes.append(num_wrong if 0 < num_wrong < 4 else len(character.encode()))
+    characters = [index for index, size in enumerate(sizes) for _ in range(size)]
+    starts = itertools.accumulate(map(len, tokens[:-1]), initial=0)
+    return [characters[start] for start in starts]
+
+
+_WRONG_BYTES = "number of wrong bytes"
+_WRONG = "\ue000\ue001\ue002\ue003"
+"""By their number, what stands for bytes that are no character together."""
+codecs.register_error(_WRONG_BYTES, lambda error: (_WRONG[error.end - error.start], error.end))  # type: ignore[attr-defined]
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
