@@ -5,8 +5,9 @@ Those about this frontend and its requests are answered here.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -22,6 +23,7 @@ from triptych.wire.admin import log_level_from_proto
 from triptych_services.frontend.engines.call_all import call_all_engines
 from triptych_services.frontend.engines.client import EngineClient
 from triptych_services.frontend.generate import Generator
+from triptych_services.frontend.grpc.long_calls import read_small
 from triptych_services.frontend.grpc.pages import read_page_size
 from triptych_services.frontend.requests.raw import MAX_ABORTS
 from triptych_services.frontend.routing.router import Router
@@ -33,6 +35,9 @@ _OWN_METHODS = (
     *("ListEngines", "ListRequests", "AbortRequests", "SetLogLevel"),
     *("LoadAdapter", "UnloadAdapter", "ListAdapters"),
 )
+_MAX_BYTES = 1 << 16
+"""Bytes of a message to a method: names, and the path of an adapter. It is parsed on the event loop."""
+_MAX_ABORT_BYTES = 1 << 20  # twice what `MAX_ABORTS` ids take
 _SET_LOG_LEVEL = f"/{ADMIN_SERVICE}/SetLogLevel"
 
 
@@ -41,13 +46,12 @@ def create_admin_forwarder(router: Router, generator: Generator) -> grpc.Generic
     handlers = {}
     for method in _SERVICE.methods:
         path = f"/{ADMIN_SERVICE}/{method.name}"
-        request_type = getattr(admin_pb2, method.input_type.name)
         wrap, forward = (
             (grpc.unary_stream_rpc_method_handler, _forward_stream)
             if method.server_streaming
             else (grpc.unary_unary_rpc_method_handler, _forward)
         )
-        handlers[method.name] = wrap(forward(router, path), request_deserializer=request_type.FromString)
+        handlers[method.name] = wrap(forward(router, path), request_deserializer=_reader_of(method.name))
     own = _OwnCalls(router, generator)
     for name in _OWN_METHODS:
         handlers[name] = _serve(name, getattr(own, name))
@@ -165,12 +169,18 @@ def _merge(adapters: Iterable[admin_pb2.Adapter]) -> list[admin_pb2.Adapter]:
 
 def _serve(name: str, handler: Any) -> grpc.RpcMethodHandler:
     """Serve one method here. A handler may also return a response as an engine has encoded it."""
-    method = _SERVICE.methods_by_name[name]
     return grpc.unary_unary_rpc_method_handler(
         handler,
-        request_deserializer=getattr(admin_pb2, method.input_type.name).FromString,
+        request_deserializer=_reader_of(name),
         response_serializer=_encode,
     )
+
+
+def _reader_of(name: str) -> Callable[[bytes], Any]:
+    """Return what reads the requests of a method."""
+    request_type = getattr(admin_pb2, _SERVICE.methods_by_name[name].input_type.name)
+    limit = _MAX_ABORT_BYTES if name == "AbortRequests" else _MAX_BYTES
+    return functools.partial(read_small, name, limit, request_type.FromString)
 
 
 def _encode(response: Message | bytes) -> bytes:

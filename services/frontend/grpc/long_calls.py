@@ -90,7 +90,7 @@ class _LongRequests:
         if name in self._as_bytes:
             read = functools.partial(_read_or, bytes, parse)
         else:
-            read = functools.partial(_read_small, name, self._max_bytes.get(name, _MAX_BYTES), parse)
+            read = functools.partial(read_small, name, self._max_bytes.get(name, _MAX_BYTES), parse)
         codecs = (read, handler.response_serializer)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(handler.unary_stream, *codecs)
@@ -101,7 +101,16 @@ def _read_or(read_long: Callable[[bytes], Any], parse: Callable[[bytes], Any], d
     return read_long(data) if len(data) > LONG_REQUEST else parse(data)
 
 
-def _read_small(name: str, limit: int, parse: Callable[[bytes], Any], data: bytes) -> Any:
+def read_small(name: str, limit: int, parse: Callable[[bytes], Any], data: bytes) -> Any:
+    """Return a message to a method, parsed.
+
+    Args:
+        name: Name of the method.
+        limit: Bytes that the message may have.
+
+    Raises:
+        InvalidRequest: It has more, and is not parsed.
+    """
     if (size := len(data)) > limit:
         error = InvalidRequest("", f"{size} bytes are above the limit {limit} of a message to {name}")
         error.metadata = {"value": str(size), "limit": str(limit)}

@@ -22,6 +22,7 @@ from tests.helpers import http_api
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.fuzz import MESSAGES, Fuzzer
 from tests.helpers.grpc_api import Api, alphabet, ask, error_of, open_api
+from triptych.admin.v1 import admin_pb2
 from triptych.compat import vllm_engine_pb2, vllm_engine_pb2_grpc
 from triptych.config.api_keys import entry_line
 from triptych.errors import InvalidRequest, TriptychError
@@ -50,7 +51,8 @@ from triptych_services.frontend.offload import fair_threads
 from triptych_services.frontend.requests import body_process, long_reader
 from triptych_services.frontend.requests.inputs import PooledCall
 from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
-from triptych_services.frontend.requests.raw import RawChat, RawRequest, WrittenMessages
+from triptych_services.frontend.requests.parse import MAX_REQUEST_ID_BYTES
+from triptych_services.frontend.requests.raw import MAX_ABORTS, RawChat, RawRequest, WrittenMessages
 from triptych_services.frontend.scores import Comparison
 from triptych_services.frontend.text_calls import MAX_DETOKENIZE
 
@@ -378,6 +380,22 @@ async def test_messages_that_have_no_reason_to_be_long_are_refused_unread() -> N
         assert (await api.generation.Detokenize(most)).text
         assert fits.ByteSize() == 2**20
         assert not (await api.generation.Abort(fits)).aborted_request_ids
+
+
+async def test_long_messages_of_an_operator_are_refused_unread() -> None:
+    aborts = admin_pb2.AbortRequestsRequest(request_ids=["x" * MAX_REQUEST_ID_BYTES] * MAX_ABORTS)
+    async with FakeEngine() as engine, open_api(engine) as api:
+        assert not (await api.admin.AbortRequests(aborts)).aborted_request_ids
+        for method in admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods:
+            limit = 2**20 if method.name == "AbortRequests" else 2**16
+            request = getattr(admin_pb2, method.input_type.name).FromString(
+                b"\xfa\x01\x80\x80\x40" + bytes(2**20)
+            )
+            call = getattr(api.admin, method.name)
+            error = await error_of(call(request))
+            assert isinstance(error, InvalidRequest), method.name
+            why = f"{request.ByteSize()} bytes are above the limit {limit} of a message to {method.name}"
+            assert why in str(error)
 
 
 def test_a_long_item_has_the_fields_of_an_item() -> None:
