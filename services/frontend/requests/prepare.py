@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,6 +83,8 @@ async def prepare(
     if isinstance(valid.prompt, RawChat):
         split = text.split_answer(valid.prompt, token_ids, has_form=form is not None)
         form = answer_form(valid.prompt, sampling.structured_outputs, split)
+    if isinstance(form, StructuredOutputs) and form.choice is not None:
+        _check_choice(form.choice, sampling.min_tokens, raw.path("min_tokens"))
     if form is not None:
         compiled = await text.grammars.compile(form, terms.model, raw.path)
         sampling = replace(sampling, structured_outputs=compiled.form)
@@ -114,6 +117,19 @@ async def prepare(
         split=split if sampling.detokenize else None,
         not_enforced=not_enforced,
     )
+
+
+def _check_choice(choice: Sequence[str], min_tokens: int, path: str) -> None:
+    """Raise InvalidRequest if an output that is one of some texts cannot have so many tokens.
+
+    Of other forms it is known only while they are written: then the request fails at the token that may not end it.
+    """
+    if min_tokens <= max(map(len, choice)):
+        return
+    longest = max(len(text.encode()) for text in choice)  # a token of a text has a byte at least
+    if min_tokens > longest:
+        why = f"{min_tokens} exceeds the {longest} bytes of the longest choice, which has no more tokens"
+        raise InvalidRequest([FieldViolation(path, why, str(min_tokens), str(longest))])
 
 
 async def _encode(valid: ValidRequest, text: TextModel, max_model_len: int) -> U32:

@@ -213,6 +213,20 @@ async def test_what_a_schema_loses_is_said_in_a_header() -> None:
     assert refused.json()["error"]["param"] == "response_format.json_schema.schema"
 
 
+async def test_min_tokens_above_all_choices_is_refused_before_the_engine() -> None:
+    form = {"choice": ["ja", "nö ü"]}  # 6 bytes
+    fields = {"structured_outputs": form, "min_tokens": 6}
+    async with http_api() as (api, engine):
+        await api.client.completions.create(model="tiny", prompt="Hi", extra_body=fields)
+        with pytest.raises(openai.BadRequestError, match="7 exceeds the 6 bytes of the longest") as caught:
+            await api.client.completions.create(
+                model="tiny", prompt="Hi", extra_body=fields | {"min_tokens": 7}
+            )
+        assert caught.value.param == "min_tokens"
+        assert len(engine.submitted) == 1
+        await chat(api, extra_body=fields | {"min_tokens": 7})  # the model may reason before the form
+
+
 async def test_a_schema_that_cannot_be_held_is_named() -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
     async with http_api() as (api, _):
