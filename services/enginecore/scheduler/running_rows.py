@@ -89,6 +89,12 @@ class OpenBlocks:
             token_ids.frombytes(block[num_closed * itemsize :] if num_closed else block)
         return contents
 
+    def close(self, slot: int, token_ids: array[int], num_known: int) -> None:
+        """Add to a request's tokens those known ones that only the block of its row has."""
+        num_closed = len(token_ids)
+        start = num_closed % self._block_size
+        token_ids.frombytes(self.tokens[slot, start : start + num_known - num_closed].tobytes())
+
     def check_integrity(self, slot: int, token_ids: array[int], num_known: int) -> None:
         """Check the block of a row.
 
@@ -253,9 +259,9 @@ class RunningRows:
 
     def remove(self, request: Request) -> None:
         """Bring a request's tokens up to date and empty its slot. Later results for the row match no row."""
-        self.close_blocks([request])
-        slot = request.slot
-        request.num_in_flight = int(self.num_expected[slot] - self.known[slot])
+        slot, num_known = request.slot, int(self.known[request.slot])
+        self.open_blocks.close(slot, request.token_ids, num_known)
+        request.num_in_flight = int(self.num_expected[slot]) - num_known
         self.slot_version[slot] += 1
         del self.slot_to_request[slot]
         heappush(self._free_slots, slot)
@@ -374,20 +380,6 @@ class RunningRows:
             slot, offset + max(start - num_full, 0) : offset + num_known - num_full
         ]
         return np.concatenate((np.array(request.token_ids[start:], np.uint32), tail))
-
-    def close_blocks(self, requests: Sequence[Request]) -> None:
-        """Move the tokens of the rows' open blocks to their requests."""
-        slots = [request.slot for request in requests]
-        tokens = self.open_blocks.tokens
-        content, width = tokens[slots].tobytes(), tokens.itemsize * self._block_size
-        begin = 0
-        for request, known in zip(requests, self.known[slots].tolist(), strict=True):
-            token_ids = request.token_ids
-            start = len(token_ids)
-            if known > start:
-                first = begin + start % self._block_size * tokens.itemsize
-                token_ids.frombytes(content[first : first + (known - start) * tokens.itemsize])
-            begin += width
 
     def check_integrity(self) -> None:
         """Check every row.
