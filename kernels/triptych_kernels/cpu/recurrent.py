@@ -40,10 +40,12 @@ def gated_delta_scan(
     decay_bias: Tensor,
     state: Tensor,
     batch: StateBatch,
+    *,
+    beta_scale: float,
 ) -> Tensor:
     return _scan_heads(
         query, key, value, decay, rates, decay_bias, state, batch,
-        beta=beta, beta_stride=beta.stride(0), skip=None, dt_min=0.0, dt_max=math.inf,
+        beta=beta, beta_stride=beta.stride(0), beta_scale=beta_scale, skip=None, dt_min=0.0, dt_max=math.inf,
     )  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def state_space_scan(
 ) -> Tensor:
     return _scan_heads(
         c, b, x, dt, rates, dt_bias, state, batch,
-        beta=None, beta_stride=0, skip=skip, dt_min=dt_limits[0], dt_max=dt_limits[1],
+        beta=None, beta_stride=0, beta_scale=1.0, skip=skip, dt_min=dt_limits[0], dt_max=dt_limits[1],
     )  # fmt: skip
 
 

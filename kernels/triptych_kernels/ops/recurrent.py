@@ -89,13 +89,14 @@ def gated_delta_scan(
     state: Tensor,
     batch: StateBatch,
     *,
+    beta_scale: float = 1.0,
     impl: str | None = None,
 ) -> Tensor:
     """Apply the gated delta rule to each head's state S, [key_dim, value_dim].
 
         a = exp(-rates[h] * softplus(decay[t, h] + decay_bias[h]))
         k = key / |key|    q = query / (|query| * sqrt(key_dim))          |x| = sqrt(x . x + 1e-6)
-        S = a * S + k (sigmoid(beta[t, h]) * (value - a * k . S))
+        S = a * S + k (beta_scale * sigmoid(beta[t, h]) * (value - a * k . S))
         out = q . S
 
     Head h reads query and key head h // (num_heads // num_key_heads).
@@ -109,11 +110,13 @@ def gated_delta_scan(
         rates: [num_heads] float32, not negative.
         decay_bias: [num_heads] float32.
         state: [num_pages, num_heads, key_dim, value_dim] float32, each page dense.
+        beta_scale: Above 1, what the state holds of a key may turn around: it is multiplied by less than 0.
     Returns:
         [num_tokens, num_heads, value_dim], a new tensor of the query's dtype.
     Raises:
         ValueError: Shapes, dtypes or strides disagree; names both.
-    Source: Gated Delta Networks, arXiv:2412.06464; normalised and scaled as Qwen3-Next does.
+    Source: Gated Delta Networks, arXiv:2412.06464; normalised and scaled as Qwen3-Next does. `beta_scale` 2 is that of
+        arXiv:2411.12537.
     """
     heads = len(rates)
     _check_heads("gated_delta_scan", query, key, value, state, heads)
@@ -121,7 +124,7 @@ def gated_delta_scan(
     _check_parameters("gated_delta_scan", rates=(rates, (heads,)), decay_bias=(decay_bias, (heads,)))
     batch.check("gated_delta_scan", query, state, _kept_by_heads(heads, *state.shape[2:]))
     out: Tensor = find_impl("gated_delta_scan", query, impl)(
-        query, key, value, decay, beta, rates, decay_bias, state, batch
+        query, key, value, decay, beta, rates, decay_bias, state, batch, beta_scale=beta_scale
     )
     return out
 

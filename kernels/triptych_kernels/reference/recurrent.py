@@ -57,6 +57,8 @@ def gated_delta_scan(
     decay_bias: Tensor,
     state: Tensor,
     batch: StateBatch,
+    *,
+    beta_scale: float,
 ) -> Tensor:
     heads_per_key = value.shape[1] // key.shape[1]
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
@@ -71,7 +73,7 @@ def gated_delta_scan(
                 )
                 own[head] *= a
                 correction = value[token, head].double() - k @ own[head]
-                own[head] += torch.outer(k, beta[token, head].double().sigmoid() * correction)
+                own[head] += torch.outer(k, beta_scale * beta[token, head].double().sigmoid() * correction)
                 out[token, head] = q @ own[head]
     return out
 

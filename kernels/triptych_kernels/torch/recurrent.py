@@ -81,6 +81,8 @@ def gated_delta_scan(
     decay_bias: Tensor,
     state: Tensor,
     batch: StateBatch,
+    *,
+    beta_scale: float,
 ) -> Tensor:
     heads_per_key = value.shape[1] // key.shape[1]
 
@@ -91,7 +93,7 @@ def gated_delta_scan(
     def advance(own: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
         q, k = normalised(q) / math.sqrt(q.shape[-1]), normalised(k)
         own *= torch.exp(-rates * softplus(g + decay_bias))[:, :, None, None]
-        corrected = b.sigmoid()[:, :, None, None] * (v[:, :, None] - k @ own)
+        corrected = beta_scale * b.sigmoid()[:, :, None, None] * (v[:, :, None] - k @ own)
         own += k.transpose(2, 3) * corrected
         return (q @ own)[:, :, 0]
 

@@ -26,7 +26,9 @@ case = cases_of("gated_delta_scan")
 implementation = implementations_of("gated_delta_scan")
 
 
-def recurrence(heads: int, key_heads: int, key_dim: int, value_dim: int) -> Recurrence:
+def recurrence(
+    heads: int, key_heads: int, key_dim: int, value_dim: int, beta_scale: float = 1.0
+) -> Recurrence:
     generator = torch.Generator().manual_seed(key_dim)
     rates, bias = torch.rand(heads, generator=generator) * 4, torch.randn(heads, generator=generator)
     keys = key_heads, key_dim
@@ -36,16 +38,22 @@ def recurrence(heads: int, key_heads: int, key_dim: int, value_dim: int) -> Recu
         (heads, key_dim, value_dim),
         sizes,
         [rates, bias],
+        {"beta_scale": beta_scale},
         num_kept=heads * (key_dim + value_dim + 2),
     )
 
 
 @pytest.mark.quick_cases(10)
 @pytest.mark.parametrize(
-    "sizes", [(2, 1, 32, 64), (4, 2, 16, 24), (3, 3, 10, 7), (1, 1, 128, 128), (2, 2, 20, 150)], ids=str
+    ("sizes", "beta_scale"),
+    [
+        *(((2, 1, 32, 64), 1.0), ((4, 2, 16, 24), 2.0), ((3, 3, 10, 7), 1.0)),
+        *(((1, 1, 128, 128), 1.0), ((2, 2, 20, 150), 2.0)),
+    ],
+    ids=str,
 )
-def test_scans_like_the_reference(sizes: tuple[int, int, int, int], case: Case) -> None:
-    assert_like_reference(recurrence(*sizes), case)
+def test_scans_like_the_reference(sizes: tuple[int, int, int, int], beta_scale: float, case: Case) -> None:
+    assert_like_reference(recurrence(*sizes, beta_scale), case)
 
 
 @pytest.mark.quick_cases(2)
@@ -63,12 +71,12 @@ def test_a_row_alone_has_the_same_bits(implementation: Implementation) -> None:
 @pytest.mark.quick_cases(2)
 def test_guesses_are_taken_back(implementation: Implementation) -> None:
     if implementation.isa:
-        assert_guesses_are_taken_back(recurrence(4, 2, 24, 40), implementation)
+        assert_guesses_are_taken_back(recurrence(4, 2, 24, 40, 2.0), implementation)
 
 
 @pytest.mark.usefixtures("widest_isa")
 def test_is_recorded() -> None:
-    assert_recorded(recurrence(4, 2, 16, 24))
+    assert_recorded(recurrence(4, 2, 16, 24, 2.0))
 
 
 def test_guesses_are_refused() -> None:

@@ -18,5 +18,9 @@ def gated_delta_scan(
     decay_bias: Tensor,
     state: Tensor,
     batch: StateBatch,
+    *,
+    beta_scale: float,
 ) -> Tensor:
-    return scan_heads(Heads(query, key, value, decay, rates, decay_bias, beta=beta), state, batch)
+    return scan_heads(
+        Heads(query, key, value, decay, rates, decay_bias, beta=beta, beta_scale=beta_scale), state, batch
+    )

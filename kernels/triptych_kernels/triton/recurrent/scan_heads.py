@@ -29,6 +29,7 @@ class Heads:
     rates: Tensor
     step_bias: Tensor
     beta: Tensor | None = None
+    beta_scale: float = 1.0
     skip: Tensor | None = None
     limits: tuple[float, float] = (0.0, float("inf"))
 
@@ -46,7 +47,7 @@ def scan_heads(heads: Heads, state: Tensor, batch: StateBatch) -> Tensor:
     _scan_heads[(len(batch.read_pages), num_heads, triton.cdiv(value_dim, columns))](
         query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1),
         value, value.stride(0), value.stride(1), heads.step, heads.step.stride(0), heads.rates, heads.step_bias,
-        heads.beta, 0 if heads.beta is None else heads.beta.stride(0), heads.skip, heads.limits[0], heads.limits[1],
+        heads.beta, 0 if heads.beta is None else heads.beta.stride(0), heads.beta_scale, heads.skip, *heads.limits,
         out, state, state.stride(0), batch.read_pages, batch.write_pages, batch.query_starts,
         NUM_HEADS=num_heads, HEADS_PER_KEY=num_heads // key.shape[1], KEY_DIM=key.shape[2], VALUE_DIM=value_dim,
         KEYS_BLOCK=keys_block, COLUMNS=columns, num_warps=4,
@@ -67,7 +68,7 @@ def softplus(x):
 def _scan_heads(
     query, query_stride_0, query_stride_1, key, key_stride_0, key_stride_1,
     value, value_stride_0, value_stride_1, step, step_stride, rates, step_bias,
-    beta, beta_stride, skip, least, most,
+    beta, beta_stride, beta_scale, skip, least, most,
     out, state, state_stride, read_pages, write_pages, query_starts,
     NUM_HEADS: tl.constexpr, HEADS_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEYS_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
@@ -99,7 +100,7 @@ def _scan_heads(
         if beta is not None:
             k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
             q *= tl.rsqrt((tl.sum(q * q) + 1e-6) * KEY_DIM)
-            part = tl.sigmoid(tl.load(beta).to(tl.float32))
+            part = beta_scale * tl.sigmoid(tl.load(beta).to(tl.float32))
             entering = part * (v - tl.sum(k[:, None] * own, axis=0))
             beta += beta_stride
         else:

@@ -36,6 +36,7 @@ struct ScanHeads {
   int64_t value_dim;
   const void* beta;          // [num_tokens, num_heads] before the sigmoid, of the delta rule; null: there is none
   int64_t beta_stride;
+  double beta_scale;         // factor of that sigmoid
   const float* skip;         // [num_heads] factors of values that are added to what comes out; null: none
   double dt_min;             // limits of the step size
   double dt_max;
@@ -194,7 +195,8 @@ class Head {
     if (args_.beta) {
       scale(key, 1.0f / std::sqrt(dot(key, key, keys_size_) + kNormEps));
       scale(query, 1.0f / std::sqrt((dot(query, query, keys_size_) + kNormEps) * static_cast<float>(args_.key_dim)));
-      own.factor = 1.0f / (1.0f + std::exp(-to_float(*at<T>(args_.beta, token, args_.beta_stride, head_))));
+      own.factor = static_cast<float>(args_.beta_scale) /
+                   (1.0f + std::exp(-to_float(*at<T>(args_.beta, token, args_.beta_stride, head_))));
     }
     own.match = dot(key, query, keys_size_);
   }
@@ -278,7 +280,7 @@ class Head {
 TRIPTYCH_KERNEL(scan_heads, triptych::recurrent::ScanHeads,
                 dtype, query, query_stride, query_head_stride, key, key_stride, key_head_stride, value, value_stride,
                 value_head_stride, step, step_stride, rates, step_bias, out, num_heads, num_key_heads, key_dim,
-                value_dim, beta, beta_stride, skip, dt_min, dt_max,
+                value_dim, beta, beta_stride, beta_scale, skip, dt_min, dt_max,
                 pages.state, pages.stride, pages.read, pages.write, pages.query_starts, pages.guesses, pages.slot_stride,
                 pages.guess_stride, pages.slots, pages.replayed, pages.guessed) {
   using namespace triptych;
