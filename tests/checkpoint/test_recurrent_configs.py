@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from triptych.checkpoint.architecture import ExpertsSpec, ModelArchitecture
+from triptych.checkpoint.architecture import ExpertsSpec, ModelArchitecture, StateSpec
 from triptych.checkpoint.config_json import read_architecture
 from triptych.checkpoint.mtp import find_mtp
 from triptych.errors import FeatureDisabled, ModelError
@@ -145,6 +145,74 @@ def test_layers_that_guess_are_found_beside_the_others(tmp_path: Path) -> None:
     text["mtp_num_hidden_layers"] = 5000
     with pytest.raises(ModelError, match=r"text_config\.mtp_num_hidden_layers: 5000 is above the limit 4096"):
         read(tmp_path, "Qwen3_5ForConditionalGeneration", {"text_config": text})
+
+
+OLMO_HYBRID = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 3840, "initializer_range": 0.02, "intermediate_size": 11008,
+    "layer_types": ([LINEAR] * 3 + [FULL]) * 8, "linear_a_log_max": 16.0, "linear_a_log_min": 0.0,
+    "linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4, "linear_dt_init_floor": 0.0001,
+    "linear_dt_max": 0.1, "linear_dt_min": 0.001, "linear_key_head_dim": 96, "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30, "linear_value_head_dim": 192, "max_position_embeddings": 65536,
+    "num_attention_heads": 30, "num_hidden_layers": 32, "num_key_value_heads": 30, "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+
+
+def test_olmo_hybrid_is_read_as_published(tmp_path: Path) -> None:
+    """As in Olmo Hybrid 7B; sizes of its delta nets are those that follow from the others."""
+    sizes = {
+        key for key in OLMO_HYBRID if key.startswith("linear_") and key.endswith(("_heads", "_head_dim"))
+    }
+    others = {key: OLMO_HYBRID[key] for key in OLMO_HYBRID.keys() - sizes - {"layer_types"}}
+    for values in (OLMO_HYBRID, others, OLMO_HYBRID | dict.fromkeys(sizes)):
+        architecture = read(tmp_path, "OlmoHybridForCausalLM", values)
+        assert kinds(architecture) == (["gated_delta"] * 3 + ["full"]) * 8
+        assert architecture.layers[0].state == StateSpec(
+            "gated_delta", 4, 30, 192, 30, 96, norm="before_gate", norm_eps=1e-5, beta_scale=2.0
+        )
+        assert [layer.norms for layer in architecture.layers] == ["pre", "pre", "pre", ""] * 8
+        assert {layer.rope for layer in architecture.layers} == {None}
+        assert (architecture.block.norms, architecture.block.qk_norm) == ("post", "all")
+
+
+def test_names_of_olmo_hybrid_are_the_published_ones(tmp_path: Path) -> None:
+    names = read(tmp_path, "OlmoHybridForCausalLM", OLMO_HYBRID).names
+    layer = "model.layers.31"
+    for own, published in {
+        "mixer.in_z.weight": "linear_attn.g_proj.weight",
+        "mixer.in_a.weight": "linear_attn.a_proj.weight",
+        "mixer.conv_k.weight": "linear_attn.k_conv1d.weight",
+        "mixer.norm.weight": "linear_attn.o_norm.weight",
+        "mixer.out_proj.weight": "linear_attn.o_proj.weight",
+        "mixer.A_log": "linear_attn.A_log",
+        "input_layernorm.weight": "attention_layer_norm.weight",
+        "post_attention_layernorm.weight": "feedforward_layer_norm.weight",
+        "post_feedforward_layernorm.weight": "post_feedforward_layernorm.weight",
+    }.items():
+        assert names.holder(f"{layer}.{own}").name == names.current(f"{layer}.{published}")
+    of_body = "layers.31.attention_layer_norm.weight"
+    assert names.current(of_body) == "model.layers.31.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("values", "theta"),
+    [
+        ({"rope_theta": None}, None),
+        ({}, 10000.0),
+        ({"rope_theta": 500000.0}, 500000.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}, 1000.0),
+    ],
+    ids=str,
+)
+def test_a_null_base_says_that_there_are_no_positions(
+    values: dict[str, Any], theta: float | None, tmp_path: Path
+) -> None:
+    """And one that is absent is 10,000, as for the config class of transformers."""
+    others = {key: value for key, value in OLMO_HYBRID.items() if key != "rope_parameters"}
+    rope = read(tmp_path, "OlmoHybridForCausalLM", others | values).layers[3].rope
+    assert (None if rope is None else rope.theta) == theta
 
 
 @pytest.mark.parametrize("infinity", ["Infinity", {"__float__": "Infinity"}, math.inf], ids=str)

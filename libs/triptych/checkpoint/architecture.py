@@ -127,6 +127,10 @@ class StateSpec:
     none: there is only a gate."""
     norm_groups: int = 1
     """Parts of the channels that are normalised each by itself; of gated_delta each head is."""
+    norm_eps: float = 0.0
+    """Added to the mean squares by that norm; 0: as by the norms of the block."""
+    beta_scale: float = 1.0
+    """gated_delta: factor of the sigmoid by which a token enters the state."""
     dt_rank: int = 0
     """mamba: inputs of the projection to the step sizes."""
     dt_norm: str = "none"
@@ -243,6 +247,8 @@ class LayerSpec:
     """The layer with the keys and values that this one reads; -1: its own."""
     value_is_key: bool = False
     """Whether values are made of the projection of keys, before its norm and rotation; there is no other."""
+    norms: str = ""
+    """As `BlockSpec.norms`, where layers differ in it; empty: as there."""
     mlp: str = "gated"
     """gated: `down(act(gate(x)) * up(x))`. plain: `down(act(up(x)))`. experts: as `experts`. none."""
     experts: ExpertsSpec | None = None

@@ -144,6 +144,7 @@ class GatedNorm(WeightedLayer):
         size: int,
         *,
         order: str,
+        eps: float = 0.0,
         num_groups: int = 1,
         start: int = 0,
         length: int = 0,
@@ -154,6 +155,7 @@ class GatedNorm(WeightedLayer):
         Args:
             size: Number of weights: of all groups of all ranks, or of one head if the norm comes before the gate.
             order: As `StateSpec.norm`.
+            eps: As `StateSpec.norm_eps`.
             num_groups: Groups of all ranks. Neighbouring ranks share one if there are fewer groups than ranks.
             start: Index of this rank's first weight.
             length: Number of this rank's weights; 0: all.
@@ -162,7 +164,7 @@ class GatedNorm(WeightedLayer):
         self.prefix = prefix
         self.size, self.start = size, start
         self.is_first = order == "before_gate"
-        self.eps = context.architecture.block.norm.eps
+        self.eps = eps or context.architecture.block.norm.eps
         self.weight = empty_parameter(length or size, context=context) if order != "none" else None
         self.num_groups = 1
         self.shared: _SharedGroup | None = None

@@ -83,7 +83,9 @@ class GatedDeltaNet(nn.Module):
             context=context,
             prefix=prefix,
         )
-        self.norm = GatedNorm(spec.value_dim, order="before_gate", context=context, prefix=f"{prefix}.norm")
+        self.norm = GatedNorm(
+            spec.value_dim, order="before_gate", eps=spec.norm_eps, context=context, prefix=f"{prefix}.norm"
+        )
         self.out_proj = RowLinear(
             spec.num_channels, hidden_size, bias=False, context=context, prefix=f"{prefix}.out_proj"
         )
@@ -103,6 +105,7 @@ class GatedDeltaNet(nn.Module):
             query.unflatten(1, (-1, spec.key_dim)), key.unflatten(1, (-1, spec.key_dim)),
             value.unflatten(1, (-1, spec.value_dim)), decay, beta, own.rates, own.dt_bias,
             *self.conv.matrices(states, (spec.num_heads, spec.key_dim, spec.value_dim)),
+            beta_scale=spec.beta_scale,
         )  # fmt: skip
         mapped: Tensor = self.out_proj(self.norm(out, gate), context.adapter_slots)
         return mapped
@@ -133,6 +136,7 @@ class Mamba2(nn.Module):
         self.norm = GatedNorm(
             spec.num_channels,
             order=spec.norm,
+            eps=spec.norm_eps,
             num_groups=spec.norm_groups,
             start=share.before.num_channels,
             length=share.own.num_channels,

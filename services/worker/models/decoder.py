@@ -280,7 +280,8 @@ class DecoderLayer(nn.Module):
             )
 
         # the names that families with these norms have in common
-        has_pre, has_post = block.norms in ("pre", "both"), block.norms in ("post", "both")
+        norms = spec.norms or block.norms
+        has_pre, has_post = norms in ("pre", "both"), norms in ("post", "both")
         mixes, has_mlp = self.self_attn is not None or self.mixer is not None, self.mlp is not None
         self.attention_norm = norm("input_layernorm") if has_pre and mixes else None
         self.attention_out_norm = norm("post_attention_layernorm") if has_post and mixes else None

@@ -20,7 +20,9 @@ MAMBA = {
     "mamba_d_state": 10,
     "mamba_chunk_size": 8,
 }
-LFM3 = {"head_dim": 16, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+# transformers saves the convolution of OLMo Hybrid in three equal parts, which fits keys as long as values only
+OWN_TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+LFM3 = {"head_dim": 16, **OWN_TOKENS}
 SHARED = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -178,9 +180,31 @@ RECURRENT_FAMILIES: dict[str, Tiny] = {
         "nemotron_h", {**NEMOTRON_EXPERTS, "moe_latent_size": 16}, LISTED_LAYERS
     ),
     "Qwen3-Next": Tiny("qwen3_next", {**DELTA, **SHARED, "mlp_only_layers": [1]}),
-    "Qwen3-Next, dense": Tiny("qwen3_next", {**DELTA, "num_experts": 0}),
     "Qwen 3.5": Tiny(
         "qwen3_5_text", {**DELTA, **rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1])}
     ),
+    "OLMo Hybrid": Tiny(
+        "olmo_hybrid",
+        {
+            **OWN_TOKENS,
+            "linear_key_head_dim": 21,
+            "linear_value_head_dim": 7,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+        },
+    ),
+    "OLMo Hybrid, no positions": Tiny(
+        "olmo_hybrid",
+        {
+            **OWN_TOKENS,
+            "layer_types": [FULL, LINEAR, LINEAR, FULL],
+            "linear_value_head_dim": 6,
+            "linear_allow_neg_eigval": False,
+            "rms_norm_eps": 1e-3,
+            **rope("default", rope_theta=None),
+        },
+    ),
+    "Qwen3-Next, dense": Tiny("qwen3_next", {**DELTA, "num_experts": 0}),
     "Qwen 3.5 MoE": Tiny("qwen3_5_moe_text", {**DELTA, **SHARED}),
 }

@@ -37,8 +37,8 @@ from triptych_services.worker.models.base import CausalLM
 from triptych_services.worker.runner.startup.kv_plan import plan_kv_cache
 
 LENGTHS = (1, 3, 4, 5, 11, 2 * STATE_INTERVAL + 2)
-NUM_QUICK = len(RECURRENT_FAMILIES) - 1
-"""The last is a mixture as Qwen3-Next's in layers of Qwen 3.5's, which are quick."""
+NUM_QUICK = len(RECURRENT_FAMILIES) - 3
+"""The last are another form of OLMo Hybrid, and MLPs and mixtures of Qwen3-Next and Qwen 3.5, exchanged."""
 
 
 @pytest.fixture(scope="session")

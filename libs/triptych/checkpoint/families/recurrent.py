@@ -1,4 +1,4 @@
-"""Families with recurrent states: Qwen3-Next and 3.5, Mamba 1 and 2."""
+"""Families with recurrent states: Qwen3-Next and 3.5, OLMo Hybrid, Mamba 1 and 2."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from triptych.checkpoint.families.keys import (
     read_sizes,
     with_dense_layers,
 )
+from triptych.checkpoint.families.llama import rms_block
 from triptych.checkpoint.families.registry import architecture_name
 from triptych.checkpoint.tensor_names import FusedTensor, TensorNames
 
@@ -122,14 +123,22 @@ def _read_types(config: ConfigFile, num_layers: int, *, linear: str = LINEAR) ->
     return tuple(linear if (index + 1) % every else FULL for index in range(num_layers))
 
 
-def _gated_delta(config: ConfigFile) -> StateSpec:
+def _gated_delta(
+    config: ConfigFile,
+    *,
+    num_heads: int = 32,
+    num_key_heads: int = 16,
+    key_dim: int = 128,
+    value_dim: int = 128,
+) -> StateSpec:
+    """Read the sizes of a gated delta net, of which the family's defaults are given."""
     spec = StateSpec(
         kind="gated_delta",
         taps=config.integer("linear_conv_kernel_dim", default=4, minimum=2),
-        num_heads=config.integer("linear_num_value_heads", default=32),
-        value_dim=config.integer("linear_value_head_dim", default=128),
-        num_key_heads=config.integer("linear_num_key_heads", default=16),
-        key_dim=config.integer("linear_key_head_dim", default=128),
+        num_heads=config.integer("linear_num_value_heads", default=num_heads),
+        value_dim=config.integer("linear_value_head_dim", default=value_dim),
+        num_key_heads=config.integer("linear_num_key_heads", default=num_key_heads),
+        key_dim=config.integer("linear_key_head_dim", default=key_dim),
         norm="before_gate",
     )
     if spec.num_heads % spec.num_key_heads:
@@ -286,6 +295,71 @@ def _text_rope(config: ConfigFile, sizes: Sizes) -> RopeParameters:
     if rope is not None:
         rope.pass_over("mrope_section", "mrope_interleaved")
     return found
+
+
+def olmo_hybrid(config: ConfigFile) -> ModelArchitecture:
+    """Read OLMo Hybrid: OLMo 2's attention, with norms after blocks, and gated delta nets, with norms before them."""
+    sizes = read_sizes(config)
+    key_heads = config.integer("linear_num_key_heads", default=sizes.num_heads)
+    key_dim = config.integer("linear_key_head_dim", default=int(0.75 * sizes.hidden_size / key_heads))
+    state = _gated_delta(
+        config, num_heads=sizes.num_heads, num_key_heads=key_heads, key_dim=key_dim, value_dim=2 * key_dim
+    )
+    config.expect("hidden_act", "silu", otherwise="the convolution of this family has another activation")
+    # of the beginning of training
+    config.pass_over("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max")
+    config.pass_over("linear_dt_init_floor")
+    has_turns = config.boolean("linear_allow_neg_eigval", default=True)
+    state = replace(state, norm_eps=1e-5, beta_scale=2.0 if has_turns else 1.0)
+    rope = None if _lacks_positions(config) else read_rope(config, sizes)
+    layers = describe_layers(sizes, intermediate_size=config.integer("intermediate_size"), rope=rope)
+    kinds = _read_types(config, sizes.num_layers)
+    layers = with_states(layers, {index: state for index, kind in enumerate(kinds) if kind == LINEAR})
+    layers = tuple(replace(layer, norms="pre") if layer.state else layer for layer in layers)
+    bias = config.boolean("attention_bias", default=False)
+    block = replace(rms_block(config), norms="post", qk_norm="all", qkv_bias=bias, out_bias=bias)
+    names = replace(_OLMO_HYBRID_NAMES, older=_other_norms(sizes.num_layers))
+    return describe(config, sizes, layers=layers, block=block, names=names)
+
+
+def _lacks_positions(config: ConfigFile) -> bool:
+    """Return whether the base of the rotary embedding is null, and not absent."""
+    rope = config.section("rope_parameters") or config.section("rope_scaling") or config
+    if rope.values.get("rope_theta", 0) is not None:
+        return False
+    rope.pass_over("rope_type", "type")
+    return True
+
+
+def _other_norms(num_layers: int) -> tuple[tuple[str, str], ...]:
+    """Return what files call norms of layers with a delta net, or of all layers -> the names of the modules.
+
+    Those of a decoder's body are among them, which begin without `model.`.
+    """
+    renamed = {
+        "attention_layer_norm": "input_layernorm",
+        "feedforward_layer_norm": "post_attention_layernorm",
+    }
+    return tuple(
+        (f"{start}layers.{index}.{other}", f"model.layers.{index}.{own}")
+        for start in ("model.", "")
+        for index in range(num_layers)
+        for other, own in renamed.items()
+    )
+
+
+_OLMO_HYBRID_NAMES = TensorNames(
+    renamed=(
+        *(
+            (f".mixer.in_{own}", f".linear_attn.{part}_proj")
+            for own, part in zip("qkvzab", "qkvgab", strict=True)
+        ),
+        *((f".mixer.conv_{part}", f".linear_attn.{part}_conv1d") for part in "qkv"),
+        (".mixer.norm", ".linear_attn.o_norm"),
+        (".mixer.out_proj", ".linear_attn.o_proj"),
+        (".mixer.", ".linear_attn."),
+    )
+)
 
 
 def mamba2(config: ConfigFile) -> ModelArchitecture:

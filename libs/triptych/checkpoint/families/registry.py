@@ -129,6 +129,7 @@ _GROUPS = {
     "recurrent": {
         "MambaForCausalLM": "mamba",
         "Mamba2ForCausalLM": "mamba2",
+        "OlmoHybridForCausalLM": "olmo_hybrid",
         "Qwen3NextForCausalLM": "qwen3_next",
         "Qwen3_5ForCausalLM": "qwen3_5",
         "Qwen3_5ForConditionalGeneration": "qwen3_5_with_images",
