@@ -8,10 +8,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from tests.helpers.byte_tokenizer import BOS, byte_tokenizer
 from tests.helpers.http_api import open_api
 from triptych.errors import InvalidRequest
+from triptych.text.tokenizer import Tokenizer
 from triptych_services.frontend.offload.long_texts import LONG_TEXT, LongTextEncoder
 from triptych_services.frontend.requests.text_model import TextModel
 
@@ -37,6 +41,15 @@ async def test_child_gives_the_ids_of_the_tokenizer(arguments: dict[str, object]
     ids = await asyncio.to_thread(encoder.encode, TEXT, "prompt", **arguments)
     assert ids.dtype == np.uint32
     assert ids.tolist() == TOKENIZER.encode(TEXT, **arguments)
+
+
+async def test_long_text_may_have_no_tokens() -> None:
+    backend = Backend(WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = Whitespace()
+    text = TextModel(Tokenizer(backend, {}), {}, Path("unused"))
+    spaces = " " * (LONG_TEXT + 1)
+    assert (await text.encode(spaces, "prompt", **LIMITS)).tolist() == []
+    assert (await text.encode(f"{spaces}a", "prompt", **LIMITS)).tolist() == [1]
 
 
 async def test_one_process_is_kept_for_long_texts() -> None:
