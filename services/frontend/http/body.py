@@ -320,8 +320,9 @@ def _parse(data: bytes, kind: type[B], context: LeaveOutUnknown | None) -> B:
     try:
         value = read_json_in_parts(data.decode(json.detect_encoding(data), "surrogatepass"))
     except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")  # of a string that does not end
         where = f"line {error.lineno}, column {error.colno}"
-        raise InvalidRequest("", f"the body is not valid JSON: {error.msg} at {where}") from None
+        raise InvalidRequest("", f"the body is not valid JSON: {what} at {where}") from None
     except ValueError as error:
         raise InvalidRequest("", f"the body cannot be read: {error}") from None
     try:

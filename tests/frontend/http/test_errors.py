@@ -134,6 +134,7 @@ async def test_all_violations_are_told_at_once(api: HttpApi) -> None:
     ("body", "why"),
     [
         (b'{"prompt": "a"', "line 1, column 15"),
+        (b'{"prompt": "a', "Unterminated string starting at line 1, column 12"),
         (b'{\n"prompt": nope}', "line 2, column 11"),
         (b"", "is missing"),
         (b"[1]", "must be a JSON object"),
