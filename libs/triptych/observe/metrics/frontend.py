@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -30,13 +30,6 @@ def _count(name: str, text: str) -> dict[str, Create]:
 
 
 def _histogram(name: str, text: str, buckets: Sequence[float]) -> dict[str, Create]:
-    def create(registry: CollectorRegistry) -> Histogram:
-        return Histogram(f"{PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=registry)
-
-    return {"create": create}
-
-
-def _counted_histogram(name: str, text: str, buckets: Sequence[float]) -> dict[str, Create]:
     def create(registry: CollectorRegistry) -> CountedHistogram:
         return CountedHistogram(f"{PREFIX}{name}", text, "model_name", buckets=buckets, registry=registry)
 
@@ -53,55 +46,55 @@ class ModelMetrics:
     generation_tokens: Counter = field(
         metadata=_count("generation_tokens", "Output tokens, counted as they come.")
     )
-    time_to_first_token: Histogram = field(
+    time_to_first_token: CountedSamples = field(
         metadata=_histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
     )
     inter_token_latency: CountedSamples = field(
-        metadata=_counted_histogram(
+        metadata=_histogram(
             "inter_token_latency_seconds",
             "Between two tokens of a streamed choice; tokens that leave together share their time.",
             _TOKEN_SECONDS,
         )
     )
-    time_per_output_token: Histogram = field(
+    time_per_output_token: CountedSamples = field(
         metadata=_histogram(
             "request_time_per_output_token_seconds",
             "First token to end, divided by the tokens after the first.",
             _TOKEN_SECONDS,
         )
     )
-    e2e_latency: Histogram = field(
+    e2e_latency: CountedSamples = field(
         metadata=_histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS)
     )
-    queue_time: Histogram = field(
+    queue_time: CountedSamples = field(
         metadata=_histogram("request_queue_time_seconds", "In the engine, before the first step.", _SECONDS)
     )
-    prefill_time: Histogram = field(
+    prefill_time: CountedSamples = field(
         metadata=_histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS)
     )
-    decode_time: Histogram = field(
+    decode_time: CountedSamples = field(
         metadata=_histogram("request_decode_time_seconds", "First token to last.", _SECONDS)
     )
-    inference_time: Histogram = field(
+    inference_time: CountedSamples = field(
         metadata=_histogram("request_inference_time_seconds", "First step to last token.", _SECONDS)
     )
-    request_prompt_tokens: Histogram = field(
+    request_prompt_tokens: CountedSamples = field(
         metadata=_histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
     )
-    request_generation_tokens: Histogram = field(
+    request_generation_tokens: CountedSamples = field(
         metadata=_histogram(
             "request_generation_tokens", "Output tokens of a request, all choices together.", TOKENS
         )
     )
-    request_max_num_generation_tokens: Histogram = field(
+    request_max_num_generation_tokens: CountedSamples = field(
         metadata=_histogram(
             "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", TOKENS
         )
     )
-    params_n: Histogram = field(
+    params_n: CountedSamples = field(
         metadata=_histogram("request_params_n", "Choices that a request asks for.", _CHOICES)
     )
-    params_max_tokens: Histogram = field(
+    params_max_tokens: CountedSamples = field(
         metadata=_histogram(
             "request_params_max_tokens", "Output tokens that a choice of a request may have.", TOKENS
         )
