@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -40,7 +39,8 @@ def new_request_id() -> str:
     number = (unix_ms & ((1 << 48) - 1)) << 80 | random_bits
     number = number & ~(0xF << 76) | 0x7 << 76  # version
     number = number & ~(0x3 << 62) | 0x2 << 62  # variant
-    return str(uuid.UUID(int=number))
+    digits = f"{number:032x}"
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
 def set_request_id(request_id: str) -> None:
@@ -85,6 +85,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, check_peer: CheckPeer | None = None) -> None:
         """`check_peer`: Raises if a client may not call. None: each may."""
         self._check_peer = check_peer or _admit
+        self._method_to_handlers: dict[str, tuple[grpc.RpcMethodHandler, grpc.RpcMethodHandler]] = {}
+        """Each method that was called -> its handler and that in its place. There are no more than methods served."""
 
     async def intercept_service(
         self,
@@ -92,12 +94,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method
         if handler is None:
             return handler
+        method = handler_call_details.method
+        handlers = self._method_to_handlers.get(method)
+        if handlers is None or handlers[0] is not handler:
+            handlers = self._method_to_handlers[method] = handler, self._guard(handler, method)
+        return handlers[1]
+
+    def _guard(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+        """Return the handler that takes the place of a method's own in all its calls."""
         if method.startswith("/grpc."):  # health and reflection speak for themselves
             return _with_limit(handler, method)
-        sent_id = sent_request_id(handler_call_details.invocation_metadata)
         deserialize = handler.request_deserializer
         if deserialize is not None:
             reader = _StreamReader if handler.request_streaming else _Reader
@@ -110,11 +118,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else (grpc.unary_stream_rpc_method_handler)
             )
-            return wrap(_guard_stream(inner, method, sent_id, self._check_peer), *codecs)
+            return wrap(_guard_stream(inner, method, self._check_peer), *codecs)
         if handler.request_streaming:
             raise TypeError(f"{method}: client-streaming methods are not used in Triptych")
         return grpc.unary_unary_rpc_method_handler(
-            _guard_unary(handler.unary_unary, method, sent_id, self._check_peer), *codecs
+            _guard_unary(handler.unary_unary, method, self._check_peer), *codecs
         )
 
 
@@ -235,10 +243,12 @@ def _check_readable(request: Any) -> None:
         raise request
 
 
-def _guard_unary(inner: Any, method: str, sent_id: str, check_peer: CheckPeer) -> Any:
+def _guard_unary(inner: Any, method: str, check_peer: CheckPeer) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        metadata = context.invocation_metadata()
+        sent_id = sent_request_id(metadata)
         set_request_id(sent_id or new_request_id())
-        set_trace(context.invocation_metadata())
+        set_trace(metadata)
         try:
             check_peer(context)
             _check_readable(request)
@@ -253,10 +263,12 @@ def _guard_unary(inner: Any, method: str, sent_id: str, check_peer: CheckPeer) -
     return guarded
 
 
-def _guard_stream(inner: Any, method: str, sent_id: str, check_peer: CheckPeer) -> Any:
+def _guard_stream(inner: Any, method: str, check_peer: CheckPeer) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        metadata = context.invocation_metadata()
+        sent_id = sent_request_id(metadata)
         set_request_id(sent_id or new_request_id())
-        set_trace(context.invocation_metadata())
+        set_trace(metadata)
         try:
             check_peer(context)
             _check_readable(request)
