@@ -280,7 +280,8 @@ class _Source:
         entry, has_none = split_optional(entry)
         if field.is_repeated and is_record(entry) and field.message_type is not None:
             encode, decode = self._nested(name, entry, field)
-            return f"[{encode}(each) for each in {value}]", f"tuple([{decode}(each) for each in {source}])"
+            read_all = f"tuple([{decode}(each) for each in entries]) if (entries := {source}) else ()"
+            return f"[{encode}(each) for each in {value}]", read_all
         if field.is_repeated and field.type == FieldDescriptor.TYPE_BYTES and entry == U32:
             return (
                 f"[u32_to_bytes(each) for each in {value}]",

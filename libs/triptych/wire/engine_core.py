@@ -138,11 +138,12 @@ def outputs_to_proto(batch: OutputBatch, messages_received: int = 0) -> engine_c
 
 def outputs_from_proto(message: engine_core_pb2.OutputBatch) -> OutputBatch:
     """Read a batch. Raises ProtocolViolation if columns of one table differ in length."""
+    vectors = message.vectors
     return _BATCH.decode(
         message,
         finished=_finished_from_proto(message.finished) if message.HasField("finished") else (),
         cache=_cache_from_proto(message),
-        vectors={entry.number: vectors_from_proto(entry.vectors) for entry in message.vectors},
+        vectors={entry.number: vectors_from_proto(entry.vectors) for entry in vectors} if vectors else {},
     )
 
 
@@ -178,45 +179,34 @@ def _finished_to_proto(finished: tuple[FinishedRequest, ...]) -> engine_core_pb2
 
 
 _FINISH_REASONS = {int(reason): reason for reason in FinishReason}
-_WIDTHS = {"I": 4, "Q": 8}
-"""Format of `struct` -> its bytes."""
 
 
 def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[FinishedRequest, ...]:
     """Read the ends of requests. Mostly there is one in a batch, for which arrays would cost more than all else."""
     reasons = message.reasons
     count = len(reasons)
-
-    def column(name: str, kind: str, data: bytes) -> tuple[int, ...]:
-        try:
-            return struct.unpack(f"<{count}{kind}", data)
-        except struct.error:
-            num_values, rest = divmod(len(data), _WIDTHS[kind])
-            if rest:
-                why = f"{name}: {len(data)} bytes do not hold whole {_WIDTHS[kind]}-byte values"
-            else:
-                why = f"columns of one table differ in length: {name} {num_values}, reasons {count}"
-            raise ProtocolViolation(why) from None
-
-    rows = zip(
-        reasons,
-        column("numbers", "I", message.numbers),
-        column("stops", "I", message.stop_token_ids_plus_one),
-        column("cached", "I", message.num_cached_tokens),
-        column("queued", "Q", message.queued_ns),
-        column("prefill", "Q", message.prefill_ns),
-        column("decode", "Q", message.decode_ns),
-        column("accepted", "I", message.num_accepted_guesses or bytes(4 * count)),
-        column("rejected", "I", message.num_rejected_guesses or bytes(4 * count)),
-        strict=True,
-    )
-    if unknown := [reason for reason in reasons if reason not in _FINISH_REASONS]:
-        raise ProtocolViolation(f"there is no finish reason {min(unknown)}")
+    u32, u64, none = f"<{count}I", f"<{count}Q", bytes(4 * count)
+    unpack = struct.unpack
+    try:
+        rows = zip(
+            [_FINISH_REASONS[reason] for reason in reasons],
+            unpack(u32, message.numbers),
+            unpack(u32, message.stop_token_ids_plus_one),
+            unpack(u32, message.num_cached_tokens),
+            unpack(u64, message.queued_ns),
+            unpack(u64, message.prefill_ns),
+            unpack(u64, message.decode_ns),
+            unpack(u32, message.num_accepted_guesses or none),
+            unpack(u32, message.num_rejected_guesses or none),
+            strict=True,
+        )
+    except (KeyError, struct.error):
+        raise _fault_of_finished(message) from None
     return tuple(
         [
             FinishedRequest(
                 number,
-                _FINISH_REASONS[reason],
+                reason,
                 stop - 1 if stop else None,
                 cached,
                 StageTimings(queued, prefill, decode, accepted, rejected),
@@ -224,3 +214,27 @@ def _finished_from_proto(message: engine_core_pb2.FinishedColumns) -> tuple[Fini
             for reason, number, stop, cached, queued, prefill, decode, accepted, rejected in rows
         ]
     )
+
+
+def _fault_of_finished(message: engine_core_pb2.FinishedColumns) -> ProtocolViolation:
+    """Return what is wrong with the ends of requests that cannot be read."""
+    count = len(message.reasons)
+    for name, width, data in (
+        ("numbers", 4, message.numbers),
+        ("stops", 4, message.stop_token_ids_plus_one),
+        ("cached", 4, message.num_cached_tokens),
+        ("queued", 8, message.queued_ns),
+        ("prefill", 8, message.prefill_ns),
+        ("decode", 8, message.decode_ns),
+        ("accepted", 4, message.num_accepted_guesses or bytes(4 * count)),
+        ("rejected", 4, message.num_rejected_guesses or bytes(4 * count)),
+    ):
+        num_values, rest = divmod(len(data), width)
+        if rest:
+            return ProtocolViolation(f"{name}: {len(data)} bytes do not hold whole {width}-byte values")
+        if num_values != count:
+            return ProtocolViolation(
+                f"columns of one table differ in length: {name} {num_values}, reasons {count}"
+            )
+    unknown = min(reason for reason in message.reasons if reason not in _FINISH_REASONS)
+    return ProtocolViolation(f"there is no finish reason {unknown}")
