@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -29,8 +28,12 @@ def create_detokenizer(
     completed; without it, the text is that of the output only.
     """
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-    visible = (int(token_id) for token_id in reversed(prompt_token_ids) if token_id not in skipped)
-    context = list(itertools.islice(visible, _CONTEXT_TOKENS))[::-1]
+    context: list[int] = []
+    for token_id in reversed(prompt_token_ids):
+        if token_id not in skipped:
+            context.insert(0, int(token_id))
+            if len(context) == _CONTEXT_TOKENS:
+                break
     kind = ByteDetokenizer if tokenizer.is_exact else WindowDetokenizer
     return kind(tokenizer, context, skipped)
 

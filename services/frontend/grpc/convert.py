@@ -71,9 +71,17 @@ _EFFORTS = {
 
 
 def to_raw_request(
-    request_id: str, generation: generation_pb2.Generation, deadline_s: float | None
+    request_id: str,
+    generation: generation_pb2.Generation,
+    deadline_s: float | None,
+    *,
+    answer: Mapping[str, Any] | None = None,
+    resumes: bool = False,
 ) -> RawRequest:
-    """Return the request as the frontend knows it; what only this API can see to be wrong is noted in it."""
+    """Return the request as the frontend knows it; what only this API can see to be wrong is noted in it.
+
+    `answer`, `resumes`: As in `RawRequest`.
+    """
     violations: list[FieldViolation] = []
     unsupported = ["cache.bypass"] if generation.cache.bypass else []
     sampling = _sampling_fields(generation, unsupported)
@@ -116,6 +124,8 @@ def to_raw_request(
         adapter=generation.adapter,
         echo=generation.response.echo,
         deadline_s=deadline_s,
+        answer=answer,
+        resumes=resumes,
         paths=paths,
         violations=tuple(violations),
         unsupported=tuple(unsupported),

@@ -92,7 +92,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.StreamGenerateRequest | bytes, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.StreamGenerateResponse]:
         request, raw = await self._read_call(request, generation_pb2.StreamGenerateRequest, context)
-        raw = replace(raw, answer=write_answer(request.generation), resumes=request.resumes)
         encoder = _encoder(request)
         watch = StallWatch(context, self._client_timeout_s)
         try:
@@ -230,7 +229,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             request, raw = await self._read_bytes(data, kind, item.request_id, "BatchGenerate", remaining_s)
             item.request_id = request.request_id
             item.ClearField("request")
-        return request, replace(raw, answer=write_answer(request.generation), resumes=request.resumes)
+        return request, raw
 
     async def _read_bytes(
         self, data: bytes, kind: type[R], request_id: str, method: str, remaining_s: float | None
@@ -239,6 +238,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         arrived = time.monotonic()
         read = functools.partial(read_generation, kind, request_id, remaining_s)
         rest, raw = await self._read_long(data, read, method, remaining_s)
+        if isinstance(rest, generation_pb2.StreamGenerateRequest):
+            raw = replace(raw, answer=write_answer(rest.generation), resumes=rest.resumes)
         return rest, with_remaining_time(raw, arrived)
 
     async def _read_long(
@@ -260,7 +261,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         check_time(remaining_s)
         generation = request.generation
         size = _size(generation.chat if generation.HasField("chat") else None)
-        return await self._threads.run(size, to_raw_request, request.request_id, generation, remaining_s)
+        answer, resumes = None, False
+        if isinstance(request, generation_pb2.StreamGenerateRequest):
+            answer, resumes = write_answer(generation), request.resumes
+        asked = request.request_id, generation, remaining_s
+        return await self._threads.run(size, to_raw_request, *asked, answer=answer, resumes=resumes)
 
 
 def _write_tokens(

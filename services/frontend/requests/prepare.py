@@ -91,7 +91,7 @@ async def prepare(
         not_enforced = compiled.not_enforced
     if sampling.bad_words:
         sampling = await _with_tokenized_words(sampling, terms.model.vocab_size, text)
-    _check_vocabulary(token_ids, terms.model.vocab_size, raw.path("prompt"))
+    _check_vocabulary(token_ids, terms.model.vocab_size, raw)
     echo = await _echo(valid, token_ids, sampling, text) if raw.echo else ""
     if split is not None and sampling.detokenize and split.needs_special_tokens:
         sampling = replace(sampling, skip_special_tokens=False)
@@ -147,7 +147,7 @@ async def _encode(valid: ValidRequest, text: TextModel, max_model_len: int) -> U
     )
 
 
-def _check_vocabulary(token_ids: U32, vocab_size: int, path: str) -> None:
+def _check_vocabulary(token_ids: U32, vocab_size: int, raw: RawRequest) -> None:
     """Refuse a text with tokens that the model lacks; a prompt of ids has been checked before.
 
     Raises:
@@ -155,7 +155,7 @@ def _check_vocabulary(token_ids: U32, vocab_size: int, path: str) -> None:
     """
     if (largest := int(token_ids.max())) >= vocab_size:
         reason = f"has the token {largest}, but the model's vocabulary ends at {vocab_size - 1}"
-        raise InvalidRequest(path, reason)
+        raise InvalidRequest(raw.path("prompt"), reason)
 
 
 async def _echo(valid: ValidRequest, token_ids: U32, sampling: SamplingParams, text: TextModel) -> str:

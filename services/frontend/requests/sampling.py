@@ -53,7 +53,8 @@ def check_sampling(
     for name, value in given.items():
         if value is None:
             continue
-        if _is_unsupported(name, value):
+        spec = SAMPLING_FIELDS.get(name)
+        if spec is not None and type(value) is int and value in spec.unsupported_values:
             result.unsupported.append(path(name))
             continue
         try:
@@ -129,11 +130,6 @@ class _BadValue(Exception):
         self.where = where
         self.value = value
         self.limit = limit
-
-
-def _is_unsupported(name: str, value: Any) -> bool:
-    spec = SAMPLING_FIELDS.get(name)
-    return spec is not None and type(value) is int and value in spec.unsupported_values
 
 
 def _parse_field(name: str, value: Any, vocab_size: int, max_biases: int) -> Any:
