@@ -124,7 +124,7 @@ def _check_choice(choice: Sequence[str], min_tokens: int, path: str) -> None:
 
     Of other forms it is known only while they are written: then the request fails at the token that may not end it.
     """
-    if min_tokens <= max(map(len, choice)):
+    if any(len(text) >= min_tokens for text in choice):
         return
     longest = max(len(text.encode()) for text in choice)  # a token of a text has a byte at least
     if min_tokens > longest:
