@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from triptych.errors import (
+    DeadlineExceeded,
     DeadlineUnreachable,
     InvalidRequest,
     QueueFull,
@@ -27,6 +28,7 @@ from triptych.errors import (
 from triptych.types.events import DeltaEvent, Event, FinishedEvent
 from triptych.types.step import F32
 from triptych_services.frontend.access.caller import current_payer, set_tenant
+from triptych_services.frontend.requests.parse import MAX_DEADLINE_S
 from triptych_services.frontend.requests.raw import RawRequest, with_remaining_time
 from triptych_services.frontend.routing.router import Router
 
@@ -75,22 +77,29 @@ class Window:
         self._has_ended = asyncio.Event()
         """Set when a text ends; cleared by one that waits for that."""
 
-    async def compute(self, once: Callable[[], AsyncGenerator[Event]]) -> PooledText:
+    async def compute(
+        self, once: Callable[[], AsyncGenerator[Event]], ends_at: float | None = None
+    ) -> PooledText:
         """Return the vectors of one text, as soon as there is a place.
+
+        Args:
+            ends_at: When the time of the text is over, by `time.monotonic`. None: never.
 
         Raises:
             TriptychError: What ends the request. `QueueFull` only if no other text of the call is in flight.
+            DeadlineExceeded: Its time was over while it waited.
         """
-        async with self._places:
+        await _wait(self._places.acquire(), ends_at)
+        try:
             if self._num_in_flight:
                 async with self._turns:
                     await asyncio.sleep(0)
-            try:
-                return await self._compute(once)
-            finally:  # an error is an end, too
-                self._has_ended.set()
+            return await self._compute(once, ends_at)
+        finally:  # an error is an end, too
+            self._places.release()
+            self._has_ended.set()
 
-    async def _compute(self, once: Callable[[], AsyncGenerator[Event]]) -> PooledText:
+    async def _compute(self, once: Callable[[], AsyncGenerator[Event]], ends_at: float | None) -> PooledText:
         while True:
             self._num_in_flight += 1
             try:
@@ -103,7 +112,7 @@ class Window:
             finally:
                 self._num_in_flight -= 1
             self._has_ended.clear()
-            await self._has_ended.wait()
+            await _wait(self._has_ended.wait(), ends_at)
 
 
 class PooledCalls:
@@ -154,15 +163,18 @@ class PooledCalls:
         set_tenant(first.head.tenant)
         answer.payer = current_payer()
         arrived = time.monotonic()
+        ends_at = _end_of(first.deadline_s, arrived)
         if len(raws) == 1:
-            pooled = await window.compute(lambda: self._generate(with_remaining_time(first, arrived)))
+            pooled = await window.compute(
+                lambda: self._generate(with_remaining_time(first, arrived)), ends_at
+            )
             answer.add(pooled.vectors.nbytes)
             return [pooled]
         places, answers = iter(range(len(raws))), dict[int, PooledText]()
 
         async def compute_next() -> None:
             for place in places:
-                answers[place] = await self._compute_one(raws, place, arrived, window, answer)
+                answers[place] = await self._compute_one(raws, place, arrived, ends_at, window, answer)
 
         tasks = [asyncio.create_task(compute_next()) for _ in range(min(len(raws), window.size))]
         try:
@@ -174,12 +186,18 @@ class PooledCalls:
         return [answers[place] for place in range(len(raws))]
 
     async def _compute_one(
-        self, raws: Requests, place: int, arrived: float, window: Window, answer: AnswerBytes
+        self,
+        raws: Requests,
+        place: int,
+        arrived: float,
+        ends_at: float | None,
+        window: Window,
+        answer: AnswerBytes,
     ) -> PooledText:
         def once() -> AsyncGenerator[Event]:
             return self._generate(with_remaining_time(raws[place], arrived))
 
-        pooled = await window.compute(once)
+        pooled = await window.compute(once, ends_at)
         answer.add(pooled.vectors.nbytes)
         if answer.num_bytes > MAX_CALL_BYTES:
             why = f"their vectors have more than {MAX_CALL_BYTES} bytes, the limit of a call; split the call"
@@ -253,6 +271,29 @@ def check_num_inputs(num_inputs: int, path: str, limit: int = MAX_INPUTS) -> Non
         error = InvalidRequest(path, f"{num_inputs} texts are above the limit {limit}; split the call")
         error.metadata = {"field": path, "value": str(num_inputs), "limit": str(limit)}
         raise error
+
+
+def _end_of(deadline_s: float | None, arrived: float) -> float | None:
+    """Return when a time is over that began at `arrived`; None: never, or it is none, which is refused later."""
+    if deadline_s is None or not 0 < deadline_s <= MAX_DEADLINE_S:
+        return None
+    return arrived + deadline_s
+
+
+async def _wait(event: Coroutine[Any, Any, object], ends_at: float | None) -> None:
+    """Wait for something that other texts of a call bring about.
+
+    Raises:
+        DeadlineExceeded: The time of this text is over.
+    """
+    if ends_at is None:
+        await event
+        return
+    try:
+        async with asyncio.timeout(ends_at - time.monotonic()):
+            await event
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline has passed while a text waited for others of its call") from None
 
 
 async def _vectors_of(events: AsyncGenerator[Event]) -> PooledText:

@@ -222,6 +222,20 @@ async def test_an_item_that_waits_goes_on_when_another_one_fails() -> None:
         assert [got.vectors.tolist() for got in await waits] == [spread(again).tolist()]
 
 
+async def test_the_time_of_an_item_ends_while_it_waits_for_a_place() -> None:
+    async with FakeEngine(model=EMBEDDER) as engine, frontend_core(engine) as core:
+        window = Window(1, asyncio.Lock())
+        holds = asyncio.create_task(compute(core, raw("holds"), window=window))
+        first = await engine.next_submit()
+        with pytest.raises(DeadlineExceeded):
+            await compute(core, raw("waits", deadline_s=0.02), window=window)
+        engine.send(first, _finish(first))
+        await holds
+        assert len(engine.submitted) == 1
+        engine.pool = spread
+        assert len(await compute(core, raw("next"), window=window)) == 1, "there is a place again"
+
+
 async def test_items_that_wait_end_with_the_last_one() -> None:
     async with FakeEngine(model=EMBEDDER) as engine, frontend_core(engine) as core:
         window = core.generator.pooled.open_window("tiny")
