@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from benchmarks.gpu.sizes import REAL, TINY
 from benchmarks.gpu.start import evict, read, read_from_storage, write_checkpoint
 from benchmarks.gpu.timing import Row
 from benchmarks.harness.figures import Figure
+from benchmarks.harness.processes import Child
 from tests.imports.test_imports import GRPC, HTTP, import_without
 from triptych_services.worker.loader.load import open_checkpoint
 
@@ -68,8 +70,15 @@ for line in sys.stdin:
 """
 
 
-def test_process_that_dies_or_hangs_costs_one_figure() -> None:
-    figures = list(supervise([sys.executable, "-c", CHILD], 100, row_timeout_s=0.5))
+def test_process_that_dies_or_hangs_costs_one_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Child.ask
+
+    def ask_one_briefly(child: Child, question: dict[str, int], timeout_s: float) -> dict[str, Any]:
+        assert timeout_s == 60.0
+        return ask(child, question, 0.1 if question["index"] == 3 else timeout_s)
+
+    monkeypatch.setattr(Child, "ask", ask_one_briefly)
+    figures = list(supervise([sys.executable, "-c", CHILD], 1000, row_timeout_s=60.0))
     errors = [figure.error.removeprefix("the measuring process was lost: ") for figure in figures]
     assert errors == ["", "ended with status -9", "", "no answer after 0 s", "illegal memory access", ""]
     pids = {figure.samples for figure in figures if figure.samples}

@@ -51,12 +51,12 @@ def test_a_program_puts_its_stack_to_sleep_and_wakes_it(llm: LLM) -> None:
 async def test_a_stack_that_sleeps_says_that_requests_wait(async_llm: AsyncLLM) -> None:
     client = await async_llm.start()
     await async_llm.sleep()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not await client.why_waiting():
             await asyncio.sleep(0.05)
     assert "is asleep (`triptych admin wake`)" in await client.why_waiting()
     await async_llm.wake_up()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while await client.why_waiting():
             await asyncio.sleep(0.05)
 

@@ -390,7 +390,7 @@ async def test_clients_that_leave_free_their_blocks(cluster: LocalCluster, clien
 async def test_a_deadline_ends_the_request_in_the_engine_too(cluster: LocalCluster) -> None:
     async with GenerationClient(cluster.address) as client:
         with pytest.raises(Exception, match=r"(?i)deadline"):
-            async for _ in client.generate("Count:", {"max_tokens": 1500, "ignore_eos": True}, timeout_s=0.5):
+            async for _ in client.generate("Count:", {"max_tokens": 1500, "ignore_eos": True}, timeout_s=0.2):
                 pass
     await wait_idle(cluster)
 

@@ -384,7 +384,7 @@ async def test_connections_grow_no_older_than_asked_for() -> None:
         list_models = model_pb2.ListModelsRequest()
         await servicer.models.ListModels(list_models)
         ready = grpc.ChannelConnectivity.READY
-        await asyncio.wait_for(servicer.channel.wait_for_state_change(ready), 10)
+        await asyncio.wait_for(servicer.channel.wait_for_state_change(ready), 60)
         assert (await servicer.models.ListModels(list_models)).models[0].name == "tiny"
 
 

@@ -83,7 +83,8 @@ async def refuse_next(core: FrontendCore, engine: FakeEngine) -> None:
         await task
 
 
-async def test_a_full_engine_is_asked_once_and_not_again() -> None:
+async def test_a_full_engine_is_asked_once_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych_services.frontend.routing.load._REMEMBERED_S", 60.0)
     async with FakeEngine(is_mute=True) as engine, frontend_core(engine) as core:
         await refuse_next(core, engine)
         for _ in range(5):
