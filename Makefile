@@ -126,7 +126,7 @@ test-chaos: $(DEV) native model ## Break things under load: SCENARIOS=2000 in fa
 .PHONY: test-all
 test-all: $(DEV) native model ## Run all tests that need no GPU, of every instruction set of this CPU, and some under sanitizers
 	$(BIN)/python -m triptych_kernels.cpu.build --all
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" --hypothesis-profile=random $(ARGS)
 	$(MAKE) --no-print-directory sanitize-cpu ARGS=
 
 .PHONY: test-models

@@ -32,10 +32,15 @@ if "TRITON_INTERPRET" not in os.environ and not any(Path("/dev").glob("nvidia[0-
 with contextlib.suppress(ModuleNotFoundError):  # a machine with a GPU may have none; its tests need none
     import hypothesis
 
-    # No test depends on the time that it takes: machines are busy.
-    hypothesis.settings.register_profile(
-        "triptych", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-    )
+    # No test depends on the time that it takes, since machines are busy, nor on chance. `--hypothesis-profile=random`,
+    # as in `make test-all`, draws other examples each time: what it finds becomes an example of its own.
+    for name, draws_the_same in (("random", False), ("triptych", True)):
+        hypothesis.settings.register_profile(
+            name,
+            derandomize=draws_the_same,
+            deadline=None,
+            suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        )
     hypothesis.settings.load_profile("triptych")
 
 

@@ -114,7 +114,7 @@ def test_the_embedded_model_is_not_fetched_for_another_one(clone):
 def test_slow_tests_run_where_all_are_asked_for_and_arguments_come_last(clone):
     quick, every = (make(clone, "-n", name, "ARGS=-n0 -k health").stdout for name in ("test", "test-all"))
     assert '-m "not gpu and not slow and not thorough" -n0 -k health' in quick
-    assert '-m "not gpu" -n0 -k health' in every
+    assert '-m "not gpu" --hypothesis-profile=random -n0 -k health' in every
 
 
 def test_help_names_every_target(clone):
