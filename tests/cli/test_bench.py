@@ -30,6 +30,10 @@ def serve(frontend, *words):
 
 
 def test_bench_counts_what_the_server_sent(frontend, capsys):
+    def overlap(request):
+        frontend.waits_for_running = 2 if frontend.requests else 0  # but for the warm-up, which comes alone
+
+    frontend.on_request = overlap
     words = ("--address", frontend.address, "--num-prompts", "6", "--input-len", "5", "--concurrency", "2")
     assert exit_code("bench", "throughput", *words, "--rounds", "2", "--json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -47,7 +51,10 @@ def test_bench_counts_what_the_server_sent(frontend, capsys):
 
 
 def test_bench_waits_for_a_full_server(frontend, capsys):
-    frontend.capacity, frontend.token_delay_s = 1, 0.001
+    def refuse_one(request):
+        frontend.waits_for_refusals = 1 if frontend.requests else 0  # the warm-up comes alone
+
+    frontend.capacity, frontend.on_request = 1, refuse_one
     words = ("--address", frontend.address, "--num-prompts", "4", "--input-len", "3", "--rounds", "1")
     assert exit_code("bench", "throughput", *words) == 0
     assert "4 x 3 tokens in" in capsys.readouterr().out

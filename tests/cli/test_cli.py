@@ -152,7 +152,7 @@ def test_a_reader_that_leaves_early_is_no_traceback(frontend):
         "-m",
         "triptych.cli",
         "complete",
-        "word " * 50,
+        "word " * 1000,  # 10 s
         "--address",
         frontend.address,
     ]

@@ -195,7 +195,7 @@ async def test_an_answer_that_begins_late_for_no_known_reason_says_nothing(front
         frontend.waits_for_running = 4  # so nothing comes before the reason is told
         answers = [asyncio.create_task(read_all(notice.watch(client.generate("c d")))) for _ in range(3)]
         told = ""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not told:
                 await asyncio.sleep(0.01)
                 told = capsys.readouterr().err

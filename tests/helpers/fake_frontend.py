@@ -52,6 +52,8 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         """Called with each request before anything else is done."""
         self.waits_for_running = 0
         """Nothing is answered until so many requests have run at once."""
+        self.waits_for_refusals = 0
+        """Nothing is answered until so many requests were refused."""
         self.is_ready = True
         self.why_waiting = ""
         self.breaks_mid_answer = False
@@ -162,7 +164,7 @@ class FakeFrontend(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc
         self, request: generation_pb2.StreamGenerateRequest, words: list[str]
     ) -> AsyncIterator[Event]:
         yield AdmittedEvent(request.request_id or "drawn", "fake", 7, list(range(len(words))))
-        while self.max_running < self.waits_for_running:
+        while self.max_running < self.waits_for_running or self.num_refused < self.waits_for_refusals:
             await asyncio.sleep(0.01)
         num_choices = request.generation.sampling.n or 1
         for index in range(num_choices):

@@ -243,6 +243,7 @@ async def test_a_batch_reads_no_more_items_than_may_run() -> None:
     run: Any = BatchRun(answer, lambda: 3, **_BATCH)  # type: ignore[arg-type]
     reading = asyncio.create_task(read_all(run.run(requests())))
     await eventually(lambda: running == 3)
+    await eventually(lambda: num_read == 4)
     await asyncio.sleep(0.01)
     assert num_read == 4  # one more waits to be started
     may_end.set()
