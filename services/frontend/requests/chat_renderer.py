@@ -23,7 +23,7 @@ from triptych.text.chat_template import ChatTemplate
 from triptych.text.tokenizer import Tokenizer
 from triptych_services.frontend.offload.limited_process import KeptProcesses, ProcessEnded
 from triptych_services.frontend.requests.plain_tools import render_with_tools
-from triptych_services.frontend.requests.raw import WrittenMessages
+from triptych_services.frontend.requests.raw import WrittenMessages, WrittenVariable
 
 INLINE_LIMIT_S = 0.05
 """CPU time of this process that a template may take on the event loop."""
@@ -88,10 +88,10 @@ class ChatRenderer:
         if not isinstance(messages, WrittenMessages):
             if _is_on_loop():
                 return self._render_here(messages, arguments)
-            return self._render_in_child(json.dumps(messages, default=dict).encode(), arguments)
+            return self._render_in_child(messages, arguments)
         if _is_on_loop():
             raise TakesLong
-        return self._render_in_child(messages.json, arguments)
+        return self._render_in_child(messages, arguments)
 
     def _render_here(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         if self._is_slow or threading.current_thread() is not threading.main_thread():  # which has no alarm
@@ -114,10 +114,15 @@ class ChatRenderer:
         if self._is_armed:
             raise _Alarm
 
-    def _render_in_child(self, messages: bytes, arguments: Mapping[str, Any]) -> str:
-        """`messages`: as JSON."""
+    def _render_in_child(
+        self, messages: Sequence[Mapping[str, Any]] | WrittenMessages, arguments: Mapping[str, Any]
+    ) -> str:
+        variables = b", ".join(
+            b"%s: %s" % (_to_json(name), _to_json(each)) for name, each in arguments.items()
+        )
+        data = b'{"messages": %s, "arguments": {%s}}' % (_to_json(messages), variables)
         try:
-            answer = self._processes.ask({"arguments": arguments}, self._limit_s, messages)
+            answer = self._processes.ask({}, self._limit_s, data)
         except ProcessEnded as error:
             why = (
                 f"takes longer than the limit of {self._limit_s:g} s of CPU time"
@@ -129,6 +134,12 @@ class ChatRenderer:
             raise InvalidRequest("messages", answer["error"])
         text: bytes = answer.get("data", b"")
         return text.decode("utf-8", "surrogatepass")
+
+
+def _to_json(value: Any) -> bytes:
+    if isinstance(value, (WrittenMessages, WrittenVariable)):
+        return value.json
+    return json.dumps(value, default=dict).encode()
 
 
 def _is_on_loop() -> bool:

@@ -17,6 +17,7 @@ from triptych_services.frontend.requests.raw import (
     RawPair,
     RawRequest,
     WrittenMessages,
+    WrittenVariable,
     num_chars_of,
     why_too_many_messages,
 )
@@ -201,6 +202,13 @@ def write_messages(messages: Sequence[Mapping[str, Any]]) -> WrittenMessages:
     faults = () if is_too_long else tuple(islice(_faults_of(messages), _MAX_FAULTS))
     written = json.dumps(messages, default=dict).encode()
     return WrittenMessages(written, len(messages), num_chars_of(messages), faults)
+
+
+def write_variable(value: Any) -> Any:
+    """Return a list or an object as a `WrittenVariable`, and any other value of JSON as it is."""
+    if not isinstance(value, (list, tuple, dict)):
+        return value
+    return WrittenVariable(json.dumps(value, default=dict).encode(), len(value))
 
 
 def _faults_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -41,6 +41,18 @@ class WrittenMessages:
         return self.count
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenVariable:
+    """A list or an object that a long conversation gives to its template: as `WrittenMessages`, it stays JSON."""
+
+    json: bytes
+    count: int
+    """Entries of it."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
 @dataclass(frozen=True, slots=True)
 class RawChat:
     """A conversation as the client wrote it."""
@@ -49,7 +61,7 @@ class RawChat:
     """Each with `role` and `content` (text) at least."""
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Extra variables for the chat template."""
+    """Extra variables for the chat template; each may be a `WrittenVariable`."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools that the model may call: `{"type": "function", "function": {"name": …, "parameters": …}}` each."""
     tool_choice: str = "auto"
@@ -60,7 +72,7 @@ class RawChat:
     """The reasoning is sent."""
     continue_final_message: bool = False
     """The model goes on with the last message; no turn is opened."""
-    documents: Sequence[Mapping[str, Any]] = ()
+    documents: Sequence[Mapping[str, Any]] | WrittenVariable = ()
     """Texts that the answer may draw on, for templates that read them."""
     size: int = field(init=False)
     """The amount of work to check and to render it, in characters of a message."""

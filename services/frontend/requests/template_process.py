@@ -4,8 +4,8 @@
 
     {"chat_template": text, "other_templates": {name: text},
      "bos_token": text or null, "eos_token", "unk_token", "pad_token"}        {}    first, once
-    {"data": messages as JSON, "arguments": the others of
-     `ChatTemplate.render`}                                                   {"data": UTF-8} or {"error": why}
+    {"data": JSON of {"messages": …, "arguments": the others of
+     `ChatTemplate.render`}}                                                  {"data": UTF-8} or {"error": why}
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def begin(message: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, 
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
         try:
-            text = render_with_tools(template, json.loads(message["data"]), message["arguments"])
+            text = render_with_tools(template, **json.loads(message["data"]))
         except InvalidRequest as error:
             return {"error": error.violations[0].description}
         return {"data": text.encode("utf-8", "surrogatepass")}

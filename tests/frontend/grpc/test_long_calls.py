@@ -22,6 +22,7 @@ from tests.helpers import http_api
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.fuzz import MESSAGES, Fuzzer
 from tests.helpers.grpc_api import Api, alphabet, ask, error_of, open_api
+from tests.helpers.written_chats import read_written
 from triptych.admin.v1 import admin_pb2
 from triptych.compat import vllm_engine_pb2, vllm_engine_pb2_grpc
 from triptych.config.api_keys import entry_line
@@ -52,7 +53,7 @@ from triptych_services.frontend.requests import body_process, long_reader
 from triptych_services.frontend.requests.inputs import PooledCall
 from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
 from triptych_services.frontend.requests.parse import MAX_REQUEST_ID_BYTES
-from triptych_services.frontend.requests.raw import MAX_ABORTS, RawChat, RawRequest, WrittenMessages
+from triptych_services.frontend.requests.raw import MAX_ABORTS, RawChat, RawRequest
 from triptych_services.frontend.scores import Comparison
 from triptych_services.frontend.text_calls import MAX_DETOKENIZE
 
@@ -65,6 +66,8 @@ CHAT = {
         {"role": "user", "parts": [{"text": "Hello 世界"}]},
     ],
     "tools": [TOOL],
+    "documents": [{"title": "One", "text": "Two"}],
+    "template_kwargs_json": '{"x": {"y": [1, "ü"]}, "z": false}',
 }
 PROMPTS: tuple[dict[str, Any], ...] = (
     {"chat": CHAT},
@@ -90,16 +93,15 @@ LONG_INPUT = embedding_pb2.EmbedRequest(inputs=[{"text": {"text": "x" * LONG_REQ
 READ = {
     "Embed": read_embed, "Classify": read_classify, "Score": read_score, "Rerank": read_rerank,
 }  # fmt: skip
+VARIABLES = json.dumps(dict.fromkeys(map(str, range(101)), 0))
 TENANTS = ("one", "two", "three", "four", "five", "bystander")
 
 
 def as_read(value: Any) -> Any:
-    """Return a result with repeated fields as lists, and with the messages of conversations as objects."""
+    """Return a result with repeated fields as lists, and with conversations as objects."""
     match value:
         case RawChat():
-            written = isinstance(value.messages, WrittenMessages)
-            messages = json.loads(value.messages.json) if written else value.messages
-            return dataclasses.replace(value, messages=messages)
+            return read_written(value)
         case RawRequest():
             prompt = value.prompt
             if prompt is not None and not isinstance(prompt, (str, RawChat)):
@@ -433,8 +435,12 @@ def test_an_answer_that_outgrows_its_request_is_refused(monkeypatch: pytest.Monk
             "structured_outputs.choice.values: 101 entries are above the limit 100",
         ),
         (
-            {"chat": {"template_kwargs_json": json.dumps({"x": [[]] * 99})}},
-            "the 101 values of template variables, tools and documents together are above the limit 100",
+            {"chat": {"tools": [{"name": "f", "parameters_json": json.dumps({"x": [[]] * 95})}]}},
+            "101 template variables and values of tools together are above the limit 100",
+        ),
+        (
+            {"chat": {"template_kwargs_json": VARIABLES}},
+            "101 template variables and values of tools together are above the limit 100",
         ),
     ],
 )
@@ -443,19 +449,21 @@ def test_a_child_refuses_what_would_become_many_objects(
 ) -> None:
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     monkeypatch.setattr(body_process, "_MAX_ENTRIES", 100)
+    monkeypatch.setattr(body_process, "_MAX_VALUES", 100)
     data = ask(**generation).SerializeToString()
     read = partial(read_generation, generation_pb2.StreamGenerateRequest, "own", None, data)
     _, answer = body_process.begin({})
     assert str(pickle.loads(answer({"data": pickle.dumps(read)})["data"])) == why
     monkeypatch.setattr(body_process, "_MAX_ENTRIES", 101)
+    monkeypatch.setattr(body_process, "_MAX_VALUES", 101)
     assert "error" not in answer({"data": pickle.dumps(read)})
 
 
 def test_conversations_of_a_call_share_the_limit_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(body_process, "_MAX_ENTRIES", 202)
-    chat: Any = {"template_kwargs_json": json.dumps({"x": [[]] * 99})}
-    for count, why in ((2, ""), (3, "the 303 values of template variables, tools and documents together")):
+    monkeypatch.setattr(body_process, "_MAX_VALUES", 202)
+    chat: Any = {"template_kwargs_json": VARIABLES}
+    for count, why in ((2, ""), (3, "303 template variables and values of tools together")):
         data = embedding_pb2.EmbedRequest(inputs=[{"chat": chat}] * count).SerializeToString()  # type: ignore[list-item]
         read = partial(read_bytes, embedding_pb2.EmbedRequest, read_embed, "own", None, data)
         answer = body_process.begin({})[1]({"data": pickle.dumps(read)})

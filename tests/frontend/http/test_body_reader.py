@@ -16,8 +16,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from tests.helpers.fuzz import BASES, Fuzzer
+from tests.helpers.fuzz import BASES, CHAT, Fuzzer
 from tests.helpers.http_api import open_api
+from tests.helpers.written_chats import read_written
 from triptych.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, TriptychError
 from triptych_services.frontend.access.caller import set_tenant
 from triptych_services.frontend.http import app
@@ -33,7 +34,7 @@ from triptych_services.frontend.offload import fair_threads
 from triptych_services.frontend.requests import long_reader
 from triptych_services.frontend.requests.inputs import PooledCall
 from triptych_services.frontend.requests.long_reader import LONG_REQUEST, LongReader
-from triptych_services.frontend.requests.raw import RawChat, RawRequest, WrittenMessages
+from triptych_services.frontend.requests.raw import RawChat, RawRequest
 from triptych_services.frontend.scores import Comparison
 
 NAMED = {"label": "test", "deadline_s": None}
@@ -135,14 +136,12 @@ def children() -> set[psutil.Process]:
 
 
 def as_read(value: Any) -> Any:
-    """Return a result without the random end of ids, and with the messages of conversations as objects."""
+    """Return a result without the random end of ids, and with conversations as objects."""
     match value:
         case list() | tuple():
             return [as_read(each) for each in value]
         case RawChat():
-            written = isinstance(value.messages, WrittenMessages)
-            messages = json.loads(value.messages.json) if written else value.messages
-            return dataclasses.replace(value, messages=messages)
+            return read_written(value)
         case RawRequest():
             request_id = value.head.request_id.replace(value.head.request_id[4:13], "", 1)
             head = dataclasses.replace(value.head, request_id=request_id)
@@ -172,6 +171,9 @@ async def test_a_child_reads_what_this_process_reads(elsewhere: BodyReader) -> N
     here = BodyReader(LongReader(), refuses_unknown=False, long_body=1 << 30)
     fuzzer, path_to_kind = Fuzzer(7), {path: kind for path, kind, _ in BASES}
     requests = [(path, json.dumps(body).encode()) for path, _, body in BASES]
+    variables = {"x": {"y": [1, "ü"]}, "enable_thinking": False}
+    chat = {**CHAT, "documents": [{"text": "x"}], "chat_template_kwargs": variables}
+    requests.append(("/v1/chat/completions", json.dumps(chat).encode()))
     requests += [fuzzer.http_request()[:2] for _ in range(200)]
     for path, body in requests:
         kind, convert = path_to_kind[path], PATH_TO_CONVERT[path]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from tests.helpers.byte_tokenizer import byte_tokenizer
 from triptych.errors import InvalidRequest
 from triptych_services.frontend.requests import chat_renderer
 from triptych_services.frontend.requests.chat_renderer import ChatRenderer, TakesLong
-from triptych_services.frontend.requests.parse import write_messages
+from triptych_services.frontend.requests.parse import write_messages, write_variable
 from triptych_services.frontend.requests.raw import RawChat
 from triptych_services.frontend.requests.text_model import INLINE_SIZE, TextModel
 
@@ -47,14 +48,18 @@ async def test_child_renders_what_the_loop_does() -> None:
     assert await elsewhere(lambda: own.render(MESSAGES, **arguments)) == here
 
 
-@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"])
-async def test_written_messages_are_rendered_as_others(template: str | None) -> None:
+@pytest.mark.parametrize(
+    "template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}{{ [tools, documents, x] }}"]
+)
+async def test_written_parts_are_rendered_as_others(template: str | None) -> None:
     messages = [*MESSAGES, {"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
     own, written = renderer(template), write_messages(messages)
     with pytest.raises(TakesLong):
         own.render(written, tools=[TOOL])
-    rendered = await elsewhere(lambda: own.render(written, tools=[TOOL]))
-    assert rendered == own.render(messages, tools=[TOOL])
+    others: dict[str, Any] = {"documents": [{"text": "D"}], "x": {"k": [True, None, "ü"]}}
+    written_others = {name: write_variable(value) for name, value in others.items()}
+    rendered = await elsewhere(lambda: own.render(written, tools=[TOOL], **written_others))
+    assert rendered == own.render(messages, tools=[TOOL], **others)
     assert ("<tool_response>" in rendered) is (template is None)
 
 
