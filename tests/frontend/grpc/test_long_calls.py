@@ -246,10 +246,15 @@ async def _answers(api: Api) -> list[Any]:
     gateway = vllm_engine_pb2.GenerateRequest(
         request_id="v", tokenized={"input_ids": [5, 6]}, sampling_params={"max_tokens": 4}, stream=True
     )
-    answers += [
-        message async for message in vllm_engine_pb2_grpc.VllmEngineStub(api.channel).Generate(gateway)
-    ]
-    return list(map(_without_times, answers))
+    generated = vllm_engine_pb2_grpc.VllmEngineStub(api.channel).Generate(gateway)
+    pieces = [message async for message in generated]
+    token_ids = [each for piece in pieces for each in piece.chunk.token_ids]
+    # How many tokens a piece has depends on when they come. The last piece repeats the latest.
+    last = pieces[-1].complete
+    last.ClearField("output_ids")
+    last.ClearField("completion_tokens")
+    assert len(token_ids) == 4
+    return [*map(_without_times, answers), token_ids, last]
 
 
 def _without_times(message: Any) -> Any:
