@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from triptych.types.facts import KvKind
 from triptych.types.kv_transfer import HASH_BYTES
@@ -16,7 +16,7 @@ class CacheChanges:
     There are never more than the cache has blocks, times two.
     """
 
-    def __init__(self, cached: Collection[bytes]) -> None:
+    def __init__(self, cached: Iterable[bytes]) -> None:
         """`cached`: the hashes that are cached, at any time. A reader that gets a new cache must forget an old one."""
         self._cached = cached
         self._is_cleared = True
@@ -70,7 +70,7 @@ class CacheChanges:
 
 
 class _Prefix:
-    """A prefix of whole blocks, of which a part is cached."""
+    """A prefix of whole blocks, of which a part is cached. Made by `_create_prefix`."""
 
     __slots__ = (
         "block_hash",
@@ -85,28 +85,22 @@ class _Prefix:
         "runs",
     )
 
-    def __init__(self, block_hash: bytes, parent: _Prefix | None, runs: tuple[int, ...]) -> None:
-        self.block_hash = block_hash
-        self.parent = parent
-        self.first_child: _Prefix | None = None
-        """The youngest of the prefixes that are a block longer; None: there are none."""
-        self.next_sibling: _Prefix | None = None
-        """The next older one of those that go on from the same prefix."""
-        self.previous_sibling: _Prefix | None = None
-        self.depth = 1
-        """Its length, in blocks of `block_size` tokens."""
-        if parent is not None:
-            self.depth = parent.depth + 1
-            if (sibling := parent.first_child) is not None:
-                self.next_sibling, sibling.previous_sibling = sibling, self
-            parent.first_child = self
-        self.cached = 0
-        """Bit i: the block of group i that ends here is cached."""
-        self.runs = runs
-        """Cached blocks of each group behind each other, up to the last that ends here or before; not counted beyond
-        what a hit needs. Of a full group: 1 if all are cached."""
-        self.can_hit = False
-        self.num_useful_children = 0
+    block_hash: bytes
+    parent: _Prefix | None
+    depth: int
+    """Its length, in blocks of `block_size` tokens."""
+    cached: int
+    """Bit i: the block of group i that ends here is cached."""
+    runs: tuple[int, ...]
+    """Cached blocks of each group behind each other, up to the last that ends here or before; not counted beyond
+    what a hit needs. Of a full group: 1 if all are cached."""
+    can_hit: bool
+    num_useful_children: int
+    first_child: _Prefix | None
+    """The youngest of the prefixes that are a block longer; None: there are none."""
+    next_sibling: _Prefix | None
+    """The next older one of those that go on from the same prefix."""
+    previous_sibling: _Prefix | None
 
     @property
     def is_useful(self) -> bool:
@@ -129,6 +123,38 @@ class _Prefix:
             before.next_sibling = after
         elif self.parent is not None:
             self.parent.first_child = after
+
+
+def _create_prefix(
+    block_hash: bytes, parent: _Prefix | None, runs: tuple[int, ...], cached: int, can_hit: bool
+) -> _Prefix:
+    """Return a prefix that is a block longer than its parent.
+
+    It is no constructor, which a class of Python 3.11 calls by way of C.
+    """
+    prefix = _Prefix()
+    prefix.block_hash, prefix.parent = block_hash, parent
+    prefix.runs, prefix.cached, prefix.can_hit = runs, cached, can_hit
+    prefix.num_useful_children = 0
+    prefix.first_child = prefix.next_sibling = prefix.previous_sibling = None
+    if parent is None:
+        prefix.depth = 1
+    else:
+        prefix.depth = parent.depth + 1
+        if (sibling := parent.first_child) is not None:
+            prefix.next_sibling, sibling.previous_sibling = sibling, prefix
+        parent.first_child = prefix
+    return prefix
+
+
+class _Useful(Iterable[bytes]):
+    """The hashes of the useful ones among some prefixes."""
+
+    def __init__(self, prefixes: Mapping[bytes, _Prefix]) -> None:
+        self._prefixes = prefixes
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (prefix.block_hash for prefix in self._prefixes.values() if prefix.is_useful)
 
 
 class _Need:
@@ -200,8 +226,7 @@ class CachedPrefixes:
         self._longest_runs = tuple(need.window_blocks or 1 for need in self._needs)
         """The runs of a prefix behind which every group can serve whatever follows. They are this very tuple there."""
         self._prefixes: dict[bytes, _Prefix] = {}
-        self._useful: dict[bytes, None] = {}
-        self._changes = CacheChanges(self._useful)
+        self._changes = CacheChanges(_Useful(self._prefixes))
 
     def __bool__(self) -> bool:
         return bool(self._changes)
@@ -221,7 +246,7 @@ class CachedPrefixes:
             first -= 1
         parent = self._prefixes[hashes[first - 1]] if first else None
         for block_hash in hashes[first:num_blocks]:
-            prefix = _Prefix(block_hash, parent, self._no_runs)
+            prefix = _create_prefix(block_hash, parent, self._no_runs, 0, False)
             self._prefixes[block_hash] = prefix
             if not self._is_even:
                 before = self._first_runs if parent is None else parent.runs
@@ -252,8 +277,7 @@ class CachedPrefixes:
             chains: The hashes of a table, and the first and the end of its blocks that are cached. They need no
                 `add_chain` before.
         """
-        prefixes, useful, longest = self._prefixes, self._useful, self._longest_runs
-        all_cached = self._all_cached
+        prefixes, longest, all_cached = self._prefixes, self._longest_runs, self._all_cached
         news: list[bytes] = []
         for hashes, first, end in chains:
             parent = prefixes.get(hashes[first - 1]) if first else None
@@ -270,29 +294,23 @@ class CachedPrefixes:
                     parent.cached = all_cached
                     self._update(parent)
                     continue
-                prefix = _Prefix(block_hash, parent, longest)  # behind what is told, as while rows decode
-                prefix.cached, prefix.can_hit = all_cached, True
-                prefixes[block_hash] = prefix
-                parent.num_useful_children += 1
-                useful[block_hash] = None
+                parent.num_useful_children += 1  # it is told already, as while rows decode
+                parent = prefixes[block_hash] = _create_prefix(block_hash, parent, longest, all_cached, True)
                 news.append(block_hash)
-                parent = prefix
         self._changes.note_stored(news)
 
     def note_next_stored(self, chains: Iterable[Sequence[bytes]]) -> None:
         """Do as `note_stored_whole` does, for the block of the last hash of each table."""
-        prefixes, useful, longest = self._prefixes, self._useful, self._longest_runs
-        all_cached, news, others = self._all_cached, list[bytes](), list[tuple[Sequence[bytes], int, int]]()
+        prefixes, longest, all_cached = self._prefixes, self._longest_runs, self._all_cached
+        news, others = list[bytes](), list[tuple[Sequence[bytes], int, int]]()
         for hashes in chains:
             block_hash, num_hashes = hashes[-1], len(hashes)
             parent = prefixes.get(hashes[-2]) if num_hashes > 1 else None
             if parent is None or parent.runs is not longest or not parent.can_hit or block_hash in prefixes:
                 others.append((hashes, num_hashes - 1, num_hashes))
                 continue
-            prefix = prefixes[block_hash] = _Prefix(block_hash, parent, longest)
-            prefix.cached, prefix.can_hit = all_cached, True
             parent.num_useful_children += 1
-            useful[block_hash] = None
+            prefixes[block_hash] = _create_prefix(block_hash, parent, longest, all_cached, True)
             news.append(block_hash)
         self._changes.note_stored(news)
         if others:
@@ -313,7 +331,6 @@ class CachedPrefixes:
     def note_cleared(self) -> None:
         """Note that nothing is cached any more."""
         self._prefixes.clear()
-        self._useful.clear()
         self._changes.note_cleared()
 
     def _update(self, prefix: _Prefix) -> None:
@@ -363,10 +380,8 @@ class CachedPrefixes:
         each: _Prefix | None = prefix
         while each is not None:
             if was_useful:
-                del self._useful[each.block_hash]
                 self._changes.note_evicted(each.block_hash)
             else:
-                self._useful[each.block_hash] = None
                 self._changes.note_stored((each.block_hash,))
             parent = each.parent
             if parent is not None:
