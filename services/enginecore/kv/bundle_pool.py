@@ -29,7 +29,7 @@ class BundlePool(BlockPool):
     def __init__(self, num_blocks: int, soft_num_blocks: int | None, cached_prefixes: CachedPrefixes) -> None:
         """Start with all blocks free and untouched. The arguments are those of `BlockPool`."""
         super().__init__(num_blocks, soft_num_blocks, cached_prefixes)
-        self._bundles: dict[int, list[int]] = {}
+        self._bundles: dict[int, Sequence[int]] = {}
         """First block -> all blocks, of each bundle of several that is held or cached."""
         self._most_twins = 1
         """Blocks of the largest bundle that was taken."""
@@ -45,24 +45,25 @@ class BundlePool(BlockPool):
         """Return the blocks of a bundle that is held, of each twin in turn."""
         return self._bundles.get(bundle) or (bundle,)
 
-    def take_bundles(self, count: int, num_twins: int) -> list[int]:
+    def take_bundles(self, count: int, num_twins: int) -> list[list[int]]:
         """Hold `count` bundles of free blocks, as `take` does.
 
         Returns:
-            [count * num_twins] the blocks of one bundle after the other.
+            [num_twins, count] the blocks of each twin. The first are the bundles.
         """
         blocks = self.take(count * num_twins)
-        if num_twins > 1:
-            self._most_twins = max(self._most_twins, num_twins)
-            bundles = self._bundles
-            for start in range(0, len(blocks), num_twins):
-                bundles[blocks[start]] = blocks[start : start + num_twins]
-        return blocks
+        if num_twins == 1:
+            return [blocks]
+        self._most_twins = max(self._most_twins, num_twins)
+        of_twins = [blocks[at::num_twins] for at in range(num_twins)]
+        self._bundles.update(zip(of_twins[0], zip(*of_twins, strict=True), strict=True))
+        return of_twins
 
     def take(self, count: int) -> list[int]:
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         self.num_free -= count
-        taken = self._free.take(min(count, len(self._free) - self._num_queued_bundles))
+        num_blank = len(self._free) - self._num_queued_bundles
+        taken = self._free.take(min(count, num_blank)) if num_blank else []
         num_untouched = min(count - len(taken), self._num_within_limit)
         num_lacking = count - len(taken) - num_untouched
         num_left = self._num_untouched
@@ -73,11 +74,13 @@ class BundlePool(BlockPool):
         num_untouched += max(num_lacking, 0)
         for _ in range(num_lacking, 0):  # the rest of the last bundle
             self._free.prepend(taken.pop())
-        taken += range(self._num_touched + 1, self._num_touched + 1 + num_untouched)
-        self._num_touched += num_untouched
-        references = self._references
+        references, first_untouched = self._references, self._num_touched + 1
         for block in taken:
             references[block] = 1
+        if num_untouched:
+            self._num_touched += num_untouched
+            references[first_untouched : first_untouched + num_untouched] = [1] * num_untouched
+            taken += range(first_untouched, first_untouched + num_untouched)
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -92,35 +95,42 @@ class BundlePool(BlockPool):
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        references, block_to_hash, bundles = self._references, self._block_to_hash, self._bundles
+        """Do as `BlockPool.release` does, with bundles of one size."""
+        references, block_to_hash = self._references, self._block_to_hash
         queued: list[int] = []
-        num_queued = 0
         for block in blocks:
             num_left = references[block] = references[block] - 1
-            assert num_left >= 0, f"block {block} released more often than held"
             if num_left:
-                continue
-            num_blocks = len(bundles[block]) if block in bundles else 1
-            if block_to_hash[block] is None:
-                self.num_free += num_blocks
+                assert num_left > 0, f"block {block} released more often than held"
+            elif block_to_hash[block] is None:
+                self.num_free += len(self.blocks_of(block))
                 self._dissolve(block)
             else:
                 queued.append(block)
-                num_queued += num_blocks
+        if not queued:
+            return
         self._free.extend(queued)
+        num_queued = len(queued) * len(self.blocks_of(queued[0]))
         self.num_free += num_queued
         self._num_cached_free += num_queued
         self._num_queued_bundles += len(queued)
 
-    def cache_bundles(self, bundles: Sequence[int], keys: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
+    def cache_bundles(
+        self, bundles: Sequence[int], keys: Sequence[bytes], num_blocks: int | None = None
+    ) -> tuple[list[int], list[bytes]]:
         """Do as `cache` does, except that the owner notes what is stored.
+
+        Args:
+            num_blocks: Blocks of all these bundles, if that is known.
 
         Returns:
             The bundles that are cached now, and their keys.
         """
         cached, stored = self._name_blocks(bundles, keys)
-        sizes = self._bundles
-        self.num_shareable_gained += sum([len(sizes[block]) if block in sizes else 1 for block in cached])
+        if num_blocks is None or len(cached) < len(bundles):
+            sizes = self._bundles
+            num_blocks = sum([len(sizes[block]) if block in sizes else 1 for block in cached])
+        self.num_shareable_gained += num_blocks
         return cached, stored
 
     def uncache(self, block: int) -> None:
@@ -209,11 +219,11 @@ class GroupUsage:
         self._num_hit = 0
         self._num_released = 0
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> list[list[int]]:
         """Return what `BundlePool.take_bundles` does."""
-        blocks = self._pool.take_bundles(count, self._group.num_twins)
-        self.num_held += len(blocks)
-        return blocks
+        num_twins = self._group.num_twins
+        self.num_held += count * num_twins
+        return self._pool.take_bundles(count, num_twins)
 
     def share(self, bundles: Sequence[int]) -> None:
         """Hold cached bundles that a request begins with."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import repeat
 
 import numpy as np
 
@@ -117,22 +118,22 @@ class GroupedBlockManager(BlockManager):
         table.num_cached = len(hits)
         for group, own in zip(self.groups, table.groups, strict=True):  # once all hits are held
             num_new = group.blocks_for(num_tokens) - len(own.block_ids)
-            own.block_ids += self.usages[group.index].take(num_new)[:: group.num_twins]
+            own.block_ids += self.usages[group.index].take(num_new)[0]
         return table.block_ids
 
     def grow(self, tables: Sequence[BlockTable], capacities: Ints, ends: Ints) -> Sequence[Growth]:
-        growths = []
+        growths: list[Growth] = []
         size_to_added: dict[int, tuple[Ints, list[int]]] = {}
         for group, usage in zip(self.groups, self.usages, strict=True):
-            size, index, num_twins = group.block_size, group.index, group.num_twins
+            size, index = group.block_size, group.index
             if size not in size_to_added:
                 added = self.budget.nums_new(capacities, ends, size)
                 size_to_added[size] = added, added.tolist()
             nums_new, counts = size_to_added[size]
             if not (num_all := sum(counts)):
                 continue
-            blocks = usage.take(num_all)
-            bundles, start = blocks[::num_twins], 0
+            of_twins = usage.take(num_all)
+            bundles, start = of_twins[0], 0
             if num_all == len(tables) and 0 not in counts:  # a bundle each, as while rows decode
                 for table, bundle in zip(tables, bundles, strict=True):
                     table.groups[index].block_ids.append(bundle)
@@ -140,19 +141,16 @@ class GroupedBlockManager(BlockManager):
                 for table, num_new in zip(tables, counts, strict=True):
                     table.groups[index].block_ids += bundles[start : start + num_new]
                     start += num_new
-            for at, each in enumerate(group.members):
-                growths.append(Growth(nums_new, blocks[at::num_twins], each))
+            growths += map(Growth, repeat(nums_new), of_twins, group.members)
         return growths
 
     def grow_by_one(self, tables: Sequence[BlockTable]) -> Sequence[Growth]:
-        growths = []
+        growths: list[Growth] = []
         for group, usage in zip(self.groups, self.usages, strict=True):
-            index, num_twins = group.index, group.num_twins
-            blocks = usage.take(len(tables))
-            for table, bundle in zip(tables, blocks[::num_twins], strict=True):
+            index, of_twins = group.index, usage.take(len(tables))
+            for table, bundle in zip(tables, of_twins[0], strict=True):
                 table.groups[index].block_ids.append(bundle)
-            for at, each in enumerate(group.members):
-                growths.append(Growth(None, blocks[at::num_twins], each))
+            growths += map(Growth, repeat(None), of_twins, group.members)
         return growths
 
     def further_ids(self, table: BlockTable) -> tuple[U32, ...]:
@@ -166,16 +164,18 @@ class GroupedBlockManager(BlockManager):
                 ids[member].flags.writeable = False
         return tuple(ids[1:])
 
-    def release_unseen(self, group: GroupRules, needless: Sequence[tuple[BlockTable, int]]) -> None:
+    def release_unseen(
+        self, group: GroupRules, tables: Sequence[BlockTable], nums_needless: Sequence[int]
+    ) -> None:
         bundles: list[int] = []
-        index, caches_all = group.index, self.enable_prefix_caching
-        unit, size, is_state = self.block_size, group.block_size, group.is_state
-        for table, num_needless in needless:
+        index, is_state = group.index, group.is_state
+        ratio = 1 if is_state else group.block_size // self.block_size
+        for table, num_needless in zip(tables, nums_needless, strict=True):
             own = table.groups[index]
             first, own.num_released = own.num_released, num_needless
-            if caches_all or table.is_shared:
-                num_settled = own.num_settled if is_state else table.num_cached * unit // size
-                assert num_settled >= num_needless, "not cached yet"
+            num_settled = own.num_settled if is_state else table.num_cached
+            if num_settled < num_needless * ratio:
+                assert not self.is_cached(table), "not cached yet"
             if num_needless == first + 1:  # as while rows decode
                 bundles.append(own.block_ids[first])
                 own.block_ids[first] = NULL_BLOCK
@@ -226,13 +226,15 @@ class GroupedBlockManager(BlockManager):
     def _cache_next_blocks(self, tables: Sequence[BlockTable], hashes: Sequence[bytes]) -> None:
         bundles: list[int] = []
         keys: list[bytes] = []
+        num_blocks = 0
         for group in self.groups:
             index, suffix = group.index, group.suffix
             bundles += [table.groups[index].block_ids[table.num_cached] for table in tables]
             keys += [name + suffix for name in hashes] if suffix else hashes
+            num_blocks += len(tables) * group.num_twins
         for table in tables:
             table.num_cached += 1
-        cached, stored = self._kv_pool.cache_bundles(bundles, keys)
+        cached, stored = self._kv_pool.cache_bundles(bundles, keys, num_blocks)
         self._newly_cached += cached
         if len(stored) == len(bundles):
             self._cached_prefixes.note_next_stored([table.hashes for table in tables])

@@ -99,7 +99,9 @@ class GroupRules:
         self._group = group
         # As arrays: numpy adds these in half of the time that numbers of Python take.
         self._size = np.array(group.block_size)
-        self._ahead = np.array(group.block_size + (1 if self.is_state else group.window - 1))
+        self._behind = np.array(1 if self.is_state else group.window - 1)
+        """Tokens before a position that are needed at it. Not of chunks."""
+        self._ahead = self._size + self._behind
         """Tokens from the first block that is held to the position at which it is needed no more. Not of chunks."""
         self.suffix = bytes([index]) if index else b""
         """Ends the names of these blocks in the prefix cache."""
@@ -118,6 +120,12 @@ class GroupRules:
         if self.kind is KvKind.CHUNK:
             return self.first_needed(reached) > released
         return reached >= released * self._size + self._ahead
+
+    def nums_needless(self, reached: Ints) -> Ints:
+        """Return how many leading blocks each row needs no more, [n], for rows of which `has_needless` is true."""
+        if self.kind is KvKind.CHUNK:
+            return self.first_needed(reached)
+        return (reached - self._behind) // self._size
 
     def most_held(self, step_tokens: int) -> int | None:
         """Return what `KvGroup.most_held` does, in bundles."""

@@ -178,12 +178,14 @@ class BlockManager:
         """Return the blocks of each group behind the first, in read-only arrays."""
         return ()
 
-    def release_unseen(self, group: GroupRules, needless: Sequence[tuple[BlockTable, int]]) -> None:
+    def release_unseen(
+        self, group: GroupRules, tables: Sequence[BlockTable], nums_needless: Sequence[int]
+    ) -> None:
         """Give back blocks that no later query sees. Those of known tokens must have been cached.
 
         Args:
             group: One of `releasing`.
-            needless: Tables, and how many leading blocks of the group each does not need: more than before.
+            nums_needless: How many leading blocks of the group each table does not need: more than before.
         """
         raise AssertionError("one full group keeps every key")
 

@@ -204,7 +204,7 @@ class MovedGroups(MovedPrompts):
             if group.releases:
                 self._skip(own, group.first_needed(num_tokens))
             num_new = group.blocks_for(num_tokens) - len(own.block_ids)
-            own.block_ids += self._usages[group.index].take(num_new)[:: group.num_twins]
+            own.block_ids += self._usages[group.index].take(num_new)[0]
         parts = self._lasting_parts(table, table.hashes, num_hit, num_tokens)
         parts.append(self._last_parts(table, table.hashes, num_tokens))
         return num_hit // self._unit * self._parts_per_unit, parts

@@ -110,7 +110,7 @@ class StateSnapshots:
         """Give a row a fresh page for what follows its first `num_tokens` tokens, and return it. There must be one."""
         own, index = self._table_of(table), (num_tokens - 1) // self._group.block_size
         assert not own.read_page, "it goes on once in a step"
-        (page,) = self._usage.take(1)
+        ((page,),) = self._usage.take(1)
         own.read_page, own.block_ids[index] = own.block_ids[index], page
         self._continued.append(own)
         return page

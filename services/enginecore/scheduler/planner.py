@@ -393,7 +393,7 @@ class StepPlanner:
         Only blocks of known tokens: their content stays in the cache. What a step in flight reads of them is read
         before any later step writes to them.
         """
-        rows, blocks = self._states.rows, self._states.blocks
+        rows, blocks, block_size = self._states.rows, self._states.blocks, self._block_size
         slots = rows.running_order()
         of_slot = np.minimum(rows.known, rows.computed - rows.num_uncertain)  # of empty ones as well
         for group in blocks.releasing:
@@ -402,18 +402,17 @@ class StepPlanner:
             if not len(crossing):
                 continue
             reached = of_slot[crossing]
-            num_needless = group.first_needed(reached)
+            nums_needless = group.nums_needless(reached)
             requests = list(map(rows.slot_to_request.__getitem__, crossing.tolist()))
             stale = [
                 (request.blocks, request.token_ids, num_tokens)
                 for request, num_tokens in zip(requests, reached.tolist(), strict=True)
-                if num_tokens // blocks.block_size > request.blocks.num_cached
+                if num_tokens // block_size > request.blocks.num_cached
             ]
             if stale:
                 blocks.cache_full_blocks(stale)
-            tables = [request.blocks for request in requests]
-            blocks.release_unseen(group, list(zip(tables, num_needless.tolist(), strict=True)))
-            released[crossing] = num_needless
+            blocks.release_unseen(group, [each.blocks for each in requests], nums_needless.tolist())
+            released[crossing] = nums_needless
 
     def _make_way(self, request: Request) -> bool:
         """Take the blocks of a pull for the next request, if nothing runs that will give back some.

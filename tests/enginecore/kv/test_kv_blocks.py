@@ -165,8 +165,27 @@ class BlocksMachine(RuleBasedStateMachine):
         keeps=st.booleans(),
     )
     def go_on(self, choice: int, token: int, count: int, keeps: bool) -> None:
-        self.begin_step()
+        self.compute(self.holders[choice % len(self.holders)], token, count, keeps=keeps)
+
+    @precondition(lambda self: self.holders)
+    @rule(choice=st.integers(0, 99), tokens=st.lists(st.integers(0, 1), min_size=2, max_size=12))
+    def decode(self, choice: int, tokens: list[int]) -> None:
         holder = self.holders[choice % len(self.holders)]
+        for token in tokens:
+            if holder in self.holders:
+                self.compute(holder, token, 1, decodes=True)
+
+    def compute(
+        self, holder: Holder, token: int, count: int, *, keeps: bool = False, decodes: bool = False
+    ) -> None:
+        """Compute a step of a row, which gets a further token if all before are computed.
+
+        Args:
+            keeps: Whether its state is kept, if that can be.
+            decodes: Whether blocks are taken and cached as those of rows that decode.
+        """
+        self.begin_step()
+        choice = self.holders.index(holder)
         if holder.computed == len(holder.tokens):
             holder.tokens = [*holder.tokens, token]
         if len(holder.tokens) > MOST_TOKENS:
@@ -180,27 +199,35 @@ class BlocksMachine(RuleBasedStateMachine):
             if self.manager.budget.num_lacking_to_grow(capacity, ends) > 0:
                 self.leave(choice, is_trusted=True)
                 return
-            growths = self.manager.grow([holder.table], capacity, ends)
-            assert sum(int(growth.nums_new.sum()) for growth in growths) == num_needed.kv + num_needed.state
+            if decodes and self.manager.grows_evenly and holder.capacity + self.manager.block_size >= end:
+                growths = self.manager.grow_by_one([holder.table])
+            else:
+                growths = self.manager.grow([holder.table], capacity, ends)
+            assert sum(len(growth.block_ids) for growth in growths) == num_needed.kv + num_needed.state
             for growth in growths:  # the worker appends them
                 own = self.table_of(holder, growth.group)
                 assert own[len(own) - len(growth.block_ids) :] == growth.block_ids
             self.note_capacity(holder, end)
-        self.manager.cache_full_blocks([(holder.table, array("I", holder.tokens), end)], is_planning=True)
+        tokens, unit = array("I", holder.tokens), self.manager.block_size
+        closes = decodes and end == len(tokens) and end % unit == 0
+        if not closes:
+            self.manager.cache_full_blocks([(holder.table, tokens, end)], is_planning=True)
         read_page = 0
         if keeps and self.may_keep(holder):
             assert self.manager.snapshots is not None
-            if self.manager.snapshots.keep(holder.table, array("I", holder.tokens), holder.computed):
+            if self.manager.snapshots.keep(holder.table, tokens, holder.computed):
                 read_page = self.replace_page(holder)
         self.write(holder, holder.computed, end, read_page)
         holder.computed = end
+        if closes:  # the result has brought the token that was computed before it was known
+            self.manager.cache_closed_blocks([(holder.table, tokens, end, tokens[-unit:].tobytes())])
 
     def release(self, holder: Holder) -> None:
         self.manager.cache_full_blocks([(holder.table, array("I", holder.tokens), holder.computed)])
         for group in self.manager.releasing:
             num_needless = group.first_needed(holder.computed)
             if num_needless > holder.table.groups[group.index].num_released:
-                self.manager.release_unseen(group, [(holder.table, num_needless)])
+                self.manager.release_unseen(group, [holder.table], [num_needless])
 
     @precondition(lambda self: self.holders)
     @rule(choice=st.integers(0, 99), is_trusted=st.booleans())

@@ -74,6 +74,8 @@ def test_rows_are_found_that_need_fewer_blocks(
     for rules in rules_of(layout_for_one(groups, 60, 4)):
         found = rules.has_needless(np.array([reached]), np.array([released])).tolist()
         assert found == [rules.first_needed(reached) > released] or not rules.releases
+        if found == [True] and rules.releases:
+            assert rules.nums_needless(np.array([reached])).tolist() == [rules.first_needed(reached)]
 
 
 def layout_for_one(
