@@ -84,6 +84,8 @@ class FormOutput:
         self.num_seen = 0
         """Tokens of the output that the matcher has taken."""
         self._has_ended = False
+        self._forced: list[int] = []
+        """Tokens that the form forces next, the last one first. Empty: it may force one that is not known yet."""
 
     def advance(self, output: NDArray[np.integer]) -> None:
         """Take in what came since the last call.
@@ -102,7 +104,10 @@ class FormOutput:
             # A step may be on its way behind the end; its token is dropped.
             self._has_ended = self._has_ended or token_id in self._end_ids
             if self.matcher is None or self._has_ended:
+                self._forced.clear()
                 return
+            if self._forced and self._forced.pop() != token_id:
+                self._forced.clear()  # the output spells the text in another way
             if not self.matcher.consume_token(token_id):
                 self._fail(_why_not_consumed(self.matcher))
 
@@ -114,6 +119,27 @@ class FormOutput:
             return self.matcher.is_accepting()
         return self.matcher.validate_tokens([token_id]) == 1
 
+    @property
+    def forced(self) -> int | None:
+        """The only token that the next mask has; None: that is not known, see `find_forced`."""
+        return self._forced[-1] if self._forced else None
+
+    def find_forced(self) -> int | None:
+        """Return the only token that the next mask has, or None if it may have several.
+
+        Where a form forces a text, llguidance cuts it into tokens for each of their masks. Here that is done for the
+        first one, and holds for the others while the output follows. It does not where a token may end within a
+        character: llguidance spells the rest of one in another way than the whole.
+        """
+        assert self.matcher is not None, "nothing forces a token"
+        if self._forced or self._has_ended:
+            return self.forced
+        token_ids = self.matcher.compute_ff_tokens()
+        if len(token_ids) > 1 and not self.matcher.compute_ff_bytes().isascii():
+            del token_ids[1:]
+        self._forced = token_ids[::-1]
+        return self.forced
+
     def look_ahead(self) -> LLMatcher | None:
         """Return a copy of the matcher; None if it takes no token any more."""
         if self.matcher is None or self._has_ended or self.matcher.is_error():
@@ -122,13 +148,15 @@ class FormOutput:
 
     def finish_mask(self, bits: NDArray[np.uint32]) -> None:
         """Set what the matcher does not know of, [words], bit t % 32 of word t // 32 for token t."""
+        if self._forced:
+            return  # there is no error, and the form is not whole
         if self.matcher is not None and self.matcher.is_error():  # its mask would end the output
             self._fail(RowError.of_client(f"structured_outputs: {_first_line(self.matcher.get_error())}"))
         if self.matcher is None:
             bits[:] = 0
         elif self._has_ended or self.matcher.is_accepting():
             for token_id in self._end_ids:
-                bits[token_id // 32] |= np.uint32(1 << token_id % 32)
+                allow(bits, token_id)
 
     def start(self, *, is_missing: bool, may_defer: bool) -> None:
         """Take the matcher, or the error of a request that has none.
@@ -154,7 +182,10 @@ class FormOutput:
         assert self.matcher is not None, "nothing to fill it from"
         assert self.compilation is not None, "it gave the matcher"
         started = time.thread_time()
-        self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if (token_id := self.find_forced()) is not None:
+            allow(bits, token_id)
+        else:
+            self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         took_s = time.thread_time() - started
         self.compilation.mask_s = max(took_s, _FADING * (self.compilation.mask_s or 0.0))
         self._mask_s = max(self._mask_s + took_s - MASK_S, 0.0)
@@ -178,6 +209,12 @@ class FormOutput:
 
     def _fail(self, error: RowError) -> None:
         self.matcher, self.error = None, error
+        self._forced.clear()
+
+
+def allow(bits: NDArray[np.uint32], token_id: int) -> None:
+    """Set the bit of a token in a mask, [words]."""
+    bits[token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
 def await_grammars(outputs: Collection[FormOutput], *, may_defer: bool) -> NDArray[np.bool_]:
@@ -198,7 +235,7 @@ def leave_out_late(outputs: Iterable[FormOutput]) -> None:
     slow: list[tuple[float, int, FormOutput]] = []
     seen: set[int] = set()
     for number, output in enumerate(outputs):
-        if output.matcher is None:
+        if output.matcher is None or output.forced is not None:
             continue
         mask_s = output.mask_s
         if mask_s is None:  # the others of this grammar are taken to be like the first

@@ -158,12 +158,12 @@ class Sampler:
         if not self._columns.demanding:
             return ChosenTokens(chosen, chosen)
         self._processors.begin_step(slots, logits.device)
-        changed = self._processors.change(logits, chosen, slots)
+        token_ids, changed = self._processors.change(logits, chosen, slots)
         if changed is None:
-            return ChosenTokens(chosen, chosen, self._launch_logprobs(logits, chosen, slots))
+            return ChosenTokens(chosen, token_ids, self._launch_logprobs(logits, token_ids, slots))
         batch = gather_sampling(self._columns, self._history, changed.slots, logits.device)
         chosen_anew = batch.choose(changed.logits, rows=changed.logits_rows, masks=changed.masks)
-        token_ids = chosen.index_copy(0, changed.device_rows, chosen_anew)
+        token_ids = token_ids.index_copy(0, changed.device_rows, chosen_anew)
         return ChosenTokens(
             chosen, token_ids, self._launch_logprobs(logits, token_ids, slots), changed.faults
         )

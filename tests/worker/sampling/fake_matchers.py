@@ -25,6 +25,9 @@ class ExhaustedMatcher:
     def validate_tokens(self, token_ids):
         return 0
 
+    def compute_ff_tokens(self):
+        return []
+
     def unsafe_compute_mask_ptr(self, address, num_bytes):
         mask = np.zeros(num_bytes * 8, np.uint8)
         mask[EOS_ID] = 1

@@ -136,13 +136,16 @@ AnyProcessor = FusedProcessor | DirectProcessor | MaskingProcessor
 
 @runtime_checkable
 class JudgingProcessor(LogitsProcessor, Protocol):
-    """A processor that only masks, and that says of one token whether it may come for much less than a mask costs.
+    """A processor that only masks, and that can say for much less than a mask costs what it comes to.
 
     Where it alone would change a row and lets the first choice pass, no other token is better: the choice is kept.
+    Where it knows that only one token may come, that one is chosen.
     """
 
-    def lets_pass(self, slot: int, token_id: int) -> bool:
-        """Return whether the first choice of a slot is kept; False where that takes a mask to say.
+    def settle(self, slot: int, token_id: int) -> int | None:
+        """Return the token that a slot chooses under its mask, or None where that takes the mask to say.
+
+        It may be one that has no usable logit, and so cannot be chosen.
 
         Args:
             token_id: Best token among the logits as the model made them; negative: there is none.

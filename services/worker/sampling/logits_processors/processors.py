@@ -88,16 +88,16 @@ class Processors:
         """Return whether the ids of one of these slots are read, and not only their number."""
         return any(each.find_rows(slots) is not None for each in self._with_history)
 
-    def change(self, logits: Tensor, chosen: Tensor, slots: I64) -> ChangedLogits | None:
-        """Return the logits of the rows that change in this step, or None if none does.
+    def change(self, logits: Tensor, chosen: Tensor, slots: I64) -> tuple[Tensor, ChangedLogits | None]:
+        """Return the tokens that are chosen already, and the logits of the rows that choose anew, or None if none does.
 
-        A row that keeps its first choice all the same does not change. See `Sampler.choose` for the arguments.
+        The tokens are [num_rows], `chosen` itself where no other is known. See `Sampler.choose` for the arguments.
         """
         fused, unfused = _active(self._fused, slots), _active(self._unfused, slots)
         if unfused and chosen.device.type == "cpu":  # other devices would have to be waited for
-            unfused = self._unsettled(fused, unfused, chosen.numpy(), slots)
+            unfused, chosen = self._unsettled(fused, unfused, logits, chosen, slots)
         if not fused and not unfused:
-            return None
+            return chosen, None
         active: list[tuple[LogitsProcessor, Flags]] = [*fused, *unfused]
         rows = np.flatnonzero(np.logical_or.reduce([flags for _, flags in active]))
         changed = ChangedRows(rows, slots[rows], logits.device)
@@ -116,7 +116,7 @@ class Processors:
             failed += masking_failed.items()
         faults = [(error, np.arange(slots.size) == rows[row]) for row, error in failed]
         faults += [(each.fault, flags) for each, flags in reversed(active) if each.fault is not None]
-        return ChangedLogits(logits, logits_rows, masks, changed.slots, device_rows, faults)
+        return chosen, ChangedLogits(logits, logits_rows, masks, changed.slots, device_rows, faults)
 
     def _changed_copy(
         self,
@@ -151,23 +151,43 @@ class Processors:
         self,
         fused: Sequence[tuple[LogitsProcessor, Flags]],
         unfused: Sequence[tuple[MaskingProcessor | DirectProcessor, Flags]],
-        chosen: NDArray[np.generic],
+        logits: Tensor,
+        chosen: Tensor,
         slots: I64,
-    ) -> list[tuple[MaskingProcessor | DirectProcessor, Flags]]:
-        """Return `unfused` without the rows that keep their first choice, see `JudgingProcessor`."""
-        num_changes = np.sum([flags for _, flags in (*fused, *unfused)], axis=0)
+    ) -> tuple[list[tuple[MaskingProcessor | DirectProcessor, Flags]], Tensor]:
+        """Return `unfused` without the rows of which the tokens are known, and the tokens; see `JudgingProcessor`."""
+        changes = [flags for _, flags in (*fused, *unfused)]
+        is_only = changes[0] if len(changes) == 1 else np.sum(changes, axis=0) == 1
         unsettled = []
         for processor, flags in unfused:
             judge = next((each for each in self._judging if each is processor), None)
             if judge is not None:
-                own = np.flatnonzero(flags & (num_changes == 1))
-                choices = zip(own.tolist(), slots[own].tolist(), chosen[own].tolist(), strict=True)
-                settled = [row for row, slot, token_id in choices if judge.lets_pass(slot, token_id)]
+                own = np.flatnonzero(flags & is_only)
+                settled, chosen = _settled(judge, own, slots[own], logits, chosen)
                 flags = flags.copy()
                 flags[settled] = False
             if flags.any():
                 unsettled.append((processor, flags))
-        return unsettled
+        return unsettled, chosen
+
+
+def _settled(
+    judge: JudgingProcessor, rows: I64, slots: I64, logits: Tensor, chosen: Tensor
+) -> tuple[I64, Tensor]:
+    """Return the rows of which the tokens are known, and all tokens, on a CPU."""
+    first = chosen.numpy()[rows]
+    judged = map(judge.settle, slots.tolist(), first.tolist())
+    token_ids = np.array([-1 if each is None else each for each in judged], np.int64)
+    is_known = token_ids >= 0
+    is_other = is_known & (token_ids != first)
+    if is_other.any():
+        others, other_ids = rows[is_other], token_ids[is_other]
+        is_usable = logits.numpy()[others, other_ids] > -np.inf
+        is_known[is_other] = is_usable
+        tokens = chosen.numpy().copy()  # a cold processor needs 40 us for torch's
+        tokens[others[is_usable]] = other_ids[is_usable]
+        chosen = torch.from_numpy(tokens)
+    return rows[is_known], chosen
 
 
 def _active(processors: Iterable[P], slots: I64) -> list[tuple[P, Flags]]:

@@ -17,6 +17,7 @@ from triptych_services.worker.sampling.form_output import (
     MASKED_BY_OTHERS,
     SLOW_MASK_S,
     FormOutput,
+    allow,
     await_grammars,
     leave_out_late,
 )
@@ -155,9 +156,14 @@ class StructuredForms:
     def find_rows(self, slots: I64) -> Flags | None:
         return self._outputs.find_rows(slots)
 
-    def lets_pass(self, slot: int, token_id: int) -> bool:
+    def settle(self, slot: int, token_id: int) -> int | None:
         output = self._outputs[slot]
-        return output.can_keep_first and token_id >= 0 and output.may_come(token_id)
+        if token_id < 0:
+            return None
+        forced = output.forced
+        if token_id == forced or (output.can_keep_first and output.may_come(token_id)):
+            return token_id
+        return forced
 
     def masks(
         self, vocab_size: int, own: Sequence[OwnRow]
@@ -176,15 +182,21 @@ class StructuredForms:
     def _fill(self, bits: NDArray[np.uint32], outputs: Sequence[FormOutput]) -> None:
         """Write the mask of each output that has a matcher."""
         started = time.perf_counter_ns()
-        together: list[tuple[LLMatcher, int]] = []
+        fast: list[tuple[LLMatcher, int]] = []
         for index, output in enumerate(outputs):
             if output.matcher is None:
                 continue
             if self._measures_each or output.mask_s is None or output.mask_s > SLOW_MASK_S:
                 output.fill(bits[index])
             else:
-                together.append((output.matcher, index))
+                fast.append((output.matcher, index))
         started_together = time.perf_counter_ns()
+        together: list[tuple[LLMatcher, int]] = []
+        for matcher, index in fast:
+            if (token_id := outputs[index].find_forced()) is not None:
+                allow(bits[index], token_id)
+            else:
+                together.append((matcher, index))
         if len(together) == 1:
             ((_, index),) = together
             outputs[index].fill(bits[index])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.helpers.byte_tokenizer import EOS, byte_backend, byte_tokenizer, write_model_directory
 from tests.worker.deferred import DeferredStream
@@ -28,8 +29,14 @@ from triptych_services.worker.sampling import grammars as grammars_module
 from triptych_services.worker.sampling.form_output import (
     MASKED_BY_OTHERS,
     NOT_READY,
+    FormOutput,
 )
-from triptych_services.worker.sampling.grammars import MAX_COMPILED, GrammarCompiler, GrammarError
+from triptych_services.worker.sampling.grammars import (
+    MAX_COMPILED,
+    TOKENIZER_FILE,
+    GrammarCompiler,
+    GrammarError,
+)
 from triptych_services.worker.sampling.logits_processors.structured_outputs import StructuredForms
 
 TOKENIZER = byte_tokenizer()
@@ -136,22 +143,24 @@ def test_greedy_output_is_the_best_token_of_the_form(bench):
     ],
     ids=str,
 )
-def test_a_first_choice_that_stands_is_the_choice_among_masked_logits(bench, monkeypatch, fields):
-    verdicts = []
+def test_what_is_settled_is_the_choice_among_masked_logits(bench, monkeypatch, fields):
+    kept, forced = [], []
 
-    def lets_pass(self, slot, token_id):
-        verdicts.append(judge(self, slot, token_id))
-        return verdicts[-1]
+    def settle(self, slot, token_id):
+        settled = judge(self, slot, token_id)
+        if settled is not None:
+            (kept if settled == token_id else forced).append(settled)
+        return settled
 
-    judge = StructuredForms.lets_pass
-    monkeypatch.setattr(StructuredForms, "lets_pass", lets_pass)
+    judge = StructuredForms.settle
+    monkeypatch.setattr(StructuredForms, "settle", settle)
     params = json_of(PERSON, **fields) if fields.get("temperature", 1) else regex("[a-z ]{30}", **fields)
     found = [generate(bench, 0, params, seed=seed, length=25) for seed in range(8)]
-    monkeypatch.setattr(StructuredForms, "lets_pass", lambda self, slot, token_id: False)
+    monkeypatch.setattr(StructuredForms, "settle", lambda self, slot, token_id: None)
+    monkeypatch.setattr(FormOutput, "find_forced", lambda self: None)  # so each token has llguidance's mask
     assert found == [generate(bench, 0, params, seed=seed, length=25) for seed in range(8)]
-    assert any(verdicts) == fields.keys().isdisjoint({"top_k", "presence_penalty"}), (
-        "else the test says nothing"
-    )
+    assert bool(kept) == fields.keys().isdisjoint({"top_k", "presence_penalty"}), "else the test says nothing"
+    assert bool(forced) == ("presence_penalty" not in fields and params.temperature > 0)
 
 
 def test_forms_do_not_touch_each_other_nor_rows_without(bench):
@@ -236,6 +245,18 @@ def test_min_tokens_masks_the_end_where_the_form_goes_on(bench):
 )
 def test_form_against_other_masks_fails_by_name(bench, params, output):
     assert failure_of(bench, params, output=TOKENIZER.encode(output)) == MASKED_BY_OTHERS
+
+
+def test_forced_token_without_a_usable_logit_fails_by_name(bench):
+    first, second, third = TOKENIZER.encode("xyz")
+    logits = logits_at(0)
+    logits[0, second] = -torch.inf
+    bench.enter(0, regex("xyz"))
+    assert bench.sample(logits, [0]).token_ids.tolist() == [first]
+    bench.extend(0, first)
+    assert bench.sample(logits, [0]).failures == ((0, MASKED_BY_OTHERS),)
+    bench.extend(0, second)
+    assert bench.sample(logits, [0]).token_ids.tolist() == [third]
 
 
 def test_output_so_far_of_another_form_fails(bench):
@@ -411,6 +432,57 @@ def test_masks_are_those_of_a_tokenizer_without_slices(grammars):
             assert ours.consume_token(token_id)
             assert other.consume_token(token_id)
     assert num_wide > 50, "else the test says nothing"
+
+
+FORCED = ('{"first name": "', "don't  wait 12345", " 日本語.")
+
+
+@pytest.fixture(scope="module")
+def word_grammars(tmp_path_factory) -> GrammarCompiler:
+    """Return a compiler with a tokenizer that has words, and a token that ends within a character."""
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((within, _),) = bytes_only.pre_tokenize_str("本語")
+    vocab = {
+        character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 1)
+    }
+    merges = []
+    for word in ("first", "Ġname", "don", "Ġwait", "123", '":', within[1:4], within[4:]):
+        for end in range(2, len(word) + 1):
+            vocab[word[:end]] = len(vocab) + 1
+            merges.append((word[: end - 1], word[end - 1]))
+    backend = Tokenizer(models.BPE(vocab={EOS: 0, **vocab}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    directory = tmp_path_factory.mktemp("words")
+    backend.save(str(directory / TOKENIZER_FILE))
+    return GrammarCompiler(directory, vocab_size=backend.get_vocab_size(), eos_token_ids=(0,))
+
+
+@pytest.mark.parametrize("text", FORCED)
+def test_tokens_known_ahead_are_those_of_masks(word_grammars, text):
+    compilation = word_grammars.start(LLMatcher.grammar_from_regex(f"([ab]{re.escape(text)}){{9}}"))
+    rng, num_known, num_others = np.random.default_rng(5), 0, 0
+    for _ in range(3):
+        output = FormOutput(compilation, (0,), can_keep_first=True)
+        output.start(is_missing=False, may_defer=False)
+        matcher = compilation.result(30).deep_copy()
+        while not matcher.is_stopped():
+            expected = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+            num_known += output.forced is not None
+            found = np.zeros_like(expected)
+            output.fill(found)
+            output.finish_mask(found)
+            assert found.tolist() == expected.tolist()
+            token_ids = np.unpackbits(expected.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+            others = [each for each in range(1, 257) if output.may_come(each) and each not in token_ids]
+            if others and rng.random() < 0.2:  # the model spells the text in another way
+                token_ids, num_others = others, num_others + 1
+            token_id = int(rng.choice(token_ids))
+            assert matcher.consume_token(token_id)
+            output.take((token_id,))
+        assert output.error is None
+    assert num_others > 3, "else the test says nothing"
+    assert num_known > 9 or not text.isascii()
 
 
 @pytest.mark.parametrize("text", ["{", "{}", LLMatcher.grammar_from_regex("(")])
