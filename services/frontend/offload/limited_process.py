@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from triptych.errors import QueueFull
 from triptych.observe.metrics import ChildTotals
 from triptych_services.frontend.offload.fair_threads import add_cpu_time
 from triptych_services.frontend.offload.session_priority import SessionPriority
@@ -28,6 +29,8 @@ _PATIENCE_S = 3.0
 """So long, by the clock, a message of a child process is behind others. On a busy machine it might wait for ever."""
 _START_LIMIT_S = 15.0
 """CPU time that the start of a process of `KeptProcesses` may take."""
+_RETRY_S = 1.0
+"""A client is told to ask again after this time, where no process can be started."""
 OUTCOMES = ("started", "done", "refused", "late", "crashed")
 _totals: dict[str, ChildTotals] = {}  # threads of several owners write it, one set of metrics reads it
 _totals_lock = threading.Lock()
@@ -50,17 +53,28 @@ class LimitedProcess:
     """
 
     def __init__(self, script: Path) -> None:
+        """Start the process.
+
+        Raises:
+            QueueFull: The system has no memory, file or process left for it.
+        """
         command = [sys.executable, "-P", str(_CHILD), str(script)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            why = f"this frontend cannot start a process for the request: {error.strerror}"
+            raise QueueFull(why, _RETRY_S) from error
         self._priority = SessionPriority(self._process.pid)
         self._priority.lower()
         self._work = script.stem.removesuffix("_process")
         self._is_new = True
 
     def __del__(self) -> None:
-        process = self._process
+        process = getattr(self, "_process", None)
+        if process is None:  # it could not be started
+            return
         process.kill()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None, "asked for"

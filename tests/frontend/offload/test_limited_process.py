@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from triptych.errors import QueueFull
 from triptych_services.frontend.offload import limited_process
 from triptych_services.frontend.offload.limited_process import LimitedProcess
 
@@ -79,6 +82,21 @@ def wait_until(is_true: Callable[[], bool]) -> None:
     while not is_true():
         assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+def test_system_without_processes_refuses_for_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    with pytest.raises(QueueFull, match="cannot start a process for the request: Resource") as error:
+        LimitedProcess(tmp_path)
+    assert error.value.retry_after_s == 1.0
+    del error
+    gc.collect()
+    assert not unraisable
 
 
 @needs_groups
