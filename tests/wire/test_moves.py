@@ -221,18 +221,30 @@ async def test_a_stream_leaves_a_worker_that_computes_otherwise(identity: dict[s
 @pytest.mark.parametrize(
     ("policy", "identity", "error"),
     [
-        ("same_numerics", {"weights": "a fine-tune"}, "weights: simulated and a fine-tune"),
-        ("same_numerics", {"numerics": "avx512"}, "numerics: simulated and avx512"),
+        pytest.param(
+            "same_numerics",
+            {"weights": "a fine-tune"},
+            "weights: simulated and a fine-tune",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "same_numerics",
+            {"numerics": "avx512"},
+            "numerics: simulated and avx512",
+            marks=pytest.mark.thorough,
+        ),
         ("any", {"weights": "a fine-tune"}, "weights: simulated and a fine-tune"),
         ("any", {"numerics": "avx512"}, ""),
-        ("never", {"numerics": "avx512"}, "numerics: simulated and avx512"),
+        pytest.param(
+            "never", {"numerics": "avx512"}, "numerics: simulated and avx512", marks=pytest.mark.thorough
+        ),
     ],
 )
 async def test_a_lone_worker_that_computes_otherwise(
     policy: str, identity: dict[str, str], error: str
 ) -> None:
     """Other weights end no answer that they have not begun; other numerics do where the operator allows it."""
-    terms = MigrationTerms(policy=policy, timeout_s=0.3 if error else DEADLINE_S)
+    terms = MigrationTerms(policy=policy, timeout_s=2.0 if error else DEADLINE_S)
     async with running_units(1, moves=terms) as ((unit,), core):
 
         async def upgrade() -> None:
