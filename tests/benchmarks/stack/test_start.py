@@ -41,6 +41,6 @@ def test_cpu_time_counts_processes_that_have_ended() -> None:
     )
     with Child([sys.executable, "-c", program]) as child:
         cpu_s = child.receive(60)["cpu_s"]
-        assert cpu_s > 0.3
+        assert cpu_s > 0.25  # 0.3, but for ticks
         # The kernel counts in ticks of 10 ms; after its answer the process only waits.
         assert cpu_s - 0.05 < cpu_seconds(descendants([child.pid])) < cpu_s + 0.3
