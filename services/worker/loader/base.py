@@ -9,8 +9,9 @@ import mmap
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,10 +186,11 @@ def fingerprint(
 ) -> str:
     """Return the sha256, in hex, of everything that two workers of one model must share but the weights themselves.
 
-    That is architecture, tensor names, shapes and types, file sizes, precisions and quantization.
+    That is architecture, tensor names, shapes and types, file sizes, precisions and quantization. What the architecture
+    has in common with most is left out, so that a release that can describe more models names this one as before.
     """
     facts = {
-        "architecture": asdict(architecture),
+        "architecture": _without_defaults(architecture),
         "tensors": {name: (tensor.shape, tensor.type) for name, tensor in checkpoint.tensors.items()},
         "file_sizes": dict(checkpoint.file_name_to_size),
         "dtype": dtype,
@@ -198,3 +200,19 @@ def fingerprint(
         "kv_dtype": kv_dtype,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _without_defaults(value: Any) -> Any:
+    """Return a description as JSON has it, by types and by the fields that differ from their defaults."""
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {each.name: getattr(value, each.name) for each in fields(value)}
+        for each in fields(value):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if own[each.name] == default:
+                del own[each.name]
+        return type(value).__name__, {name: _without_defaults(each) for name, each in own.items()}
+    if isinstance(value, Mapping):
+        return {name: _without_defaults(each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_without_defaults(each) for each in value]
+    return value

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -433,6 +433,29 @@ def test_the_fingerprint_tells_apart_what_workers_must_share(tmp_path: Path, mod
     model.save_pretrained(tmp_path, state_dict={name: t.bfloat16() for name, t in model.state_dict().items()})
     others.add(fingerprint(open_checkpoint(tmp_path), architecture, **plain))
     assert len(others - {base}) == 9
+
+
+def test_the_fingerprint_is_the_same_by_a_release_that_describes_more(
+    tmp_path: Path, model: LlamaForCausalLM
+) -> None:
+    model.save_pretrained(tmp_path)
+    checkpoint, architecture = open_checkpoint(tmp_path), read_architecture(tmp_path)
+    later = make_dataclass("BlockSpec", [("scale", float, 1.0)], bases=(BlockSpec,), frozen=True)
+
+    def of_block(block: BlockSpec) -> str:
+        return fingerprint(
+            checkpoint,
+            replace(architecture, block=block),
+            dtype="float32",
+            weight_dtype="float32",
+            quantization="none",
+            activation_bits=16,
+            kv_dtype="float32",
+        )
+
+    biased = BlockSpec(qkv_bias=True)
+    assert of_block(later(qkv_bias=True)) == of_block(biased)
+    assert len({of_block(later()), of_block(biased), of_block(later(scale=2.0))}) == 3
 
 
 class TestWeightsAreSampled:
