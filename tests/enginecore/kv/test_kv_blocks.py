@@ -8,7 +8,7 @@ or that a hit names wrongly, is read as something else than the model says.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -58,7 +58,10 @@ def first_seen(group: KvGroup, position: int) -> int:
 class BlocksMachine(RuleBasedStateMachine):
     @initialize(data=st.data(), spare=st.integers(0, 20))
     def start(self, data: Any, spare: int) -> None:
-        self.groups = data.draw(layouts())
+        self.begin(data.draw(layouts()), spare)
+
+    def begin(self, groups: tuple[KvGroup, ...], spare: int) -> None:
+        self.groups = groups
         kv = layout_for_one(self.groups, MOST_TOKENS, LONGEST_STEP, spare=spare, spare_states=spare // 3)
         self.kv = kv
         self.manager = GroupedBlockManager(kv, enable_prefix_caching=True, longest_step=LONGEST_STEP)
@@ -315,8 +318,21 @@ class BlocksMachine(RuleBasedStateMachine):
         assert not self.told
 
 
+class EvenBlocksMachine(BlocksMachine):
+    """Two windows beside a full group, all with blocks of one size: rows that decode take one of each at once."""
+
+    @initialize(data=st.data(), spare=st.integers(0, 20))
+    def start(self, data: Any, spare: int) -> None:
+        windows = [data.draw(st.integers(2, 14)) for _ in range(2)]
+        full = KvGroup(KvKind.FULL, 1, 2, 1024)
+        self.begin((full, *(replace(full, kind=KvKind.WINDOW, window=window) for window in windows)), spare)
+        assert self.manager.grows_evenly
+
+
 TestBlocksMachine = BlocksMachine.TestCase
 TestBlocksMachine.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestEvenBlocksMachine = EvenBlocksMachine.TestCase
+TestEvenBlocksMachine.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.thorough
