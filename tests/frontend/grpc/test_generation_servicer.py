@@ -34,6 +34,7 @@ from triptych.v1 import (
 from triptych_services.frontend.grpc import convert
 from triptych_services.frontend.grpc.convert import to_raw_request
 from triptych_services.frontend.grpc.generation_servicer import SERVICE
+from triptych_services.frontend.grpc.stall_watch import StallWatch
 from triptych_services.frontend.requests.raw import RawChat, RawRequest
 
 
@@ -350,11 +351,19 @@ async def test_a_call_whose_client_does_not_read_is_ended(monkeypatch: pytest.Mo
         assert "read nothing for 0.3 s" in error.message
 
 
-async def test_a_call_that_waits_for_its_engine_is_not_stalled() -> None:
+async def test_a_call_that_waits_for_its_engine_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_written, end_write = asyncio.Event(), StallWatch.end_write
+
+    def note_written(watch: StallWatch) -> None:
+        end_write(watch)
+        is_written.set()
+
+    monkeypatch.setattr(StallWatch, "end_write", note_written)
     async with FakeEngine() as engine, open_api(engine, client_timeout_s=60.0) as servicer:
         call = servicer.generation.StreamGenerate(ask(text="x"))
         request = await engine.next_submit()
         assert (await call.read()).WhichOneof("event") == "admitted"
+        await asyncio.wait_for(is_written.wait(), 60)  # a client may have read what the server still writes
         for _ in range(3):
             await pass_time(60.0)
         engine.emit(request, [65], finish=FinishReason.LENGTH)
