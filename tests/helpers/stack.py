@@ -257,6 +257,8 @@ class FakeFrontend:
         self.welcomes: list[Any] = []
         self.terms: SessionTerms
         self._news = asyncio.Event()
+        self._writing = asyncio.Lock()
+        """gRPC refuses a write while another one waits."""
 
     async def start(self, *, resume_session: str = "", last_batch_seen: int = 0) -> None:
         self._call = engine_core_pb2_grpc.EngineCoreServiceStub(self._channel).Connect()
@@ -265,7 +267,7 @@ class FakeFrontend:
             frontend_id=self._frontend_id,
             boot_id=self._boot_id,
         )
-        await self._call.write(engine_core_pb2.ConnectRequest(hello=hello))
+        await self.send(engine_core_pb2.ConnectRequest(hello=hello))
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -288,7 +290,8 @@ class FakeFrontend:
             self.ends[end.number] = end
 
     async def send(self, message: engine_core_pb2.ConnectRequest) -> None:
-        await self._call.write(message)
+        async with self._writing:
+            await self._call.write(message)
 
     async def ended(self) -> None:
         """Until the stream has ended; raises its status if that is an error."""
@@ -305,12 +308,10 @@ class FakeFrontend:
             **fields,
         )
         batch = engine_core_pb2.SubmitBatch(requests=[submit_to_proto(request)])
-        await self._call.write(engine_core_pb2.ConnectRequest(submit=batch))
+        await self.send(engine_core_pb2.ConnectRequest(submit=batch))
 
     async def abort(self, *numbers: int) -> None:
-        await self._call.write(
-            engine_core_pb2.ConnectRequest(abort=u32_to_bytes(np.array(numbers, np.uint32)))
-        )
+        await self.send(engine_core_pb2.ConnectRequest(abort=u32_to_bytes(np.array(numbers, np.uint32))))
 
     async def status(self) -> admin_pb2.EngineStatus:
         return (await self.admin.GetStatus(admin_pb2.GetStatusRequest())).status
@@ -334,7 +335,7 @@ class FakeFrontend:
     async def stop(self) -> None:
         """Leave in order, if the stream still stands: the engine aborts what is left."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the stream has ended
-            await self._call.write(engine_core_pb2.ConnectRequest(goodbye=session_pb2.Goodbye()))
+            await self.send(engine_core_pb2.ConnectRequest(goodbye=session_pb2.Goodbye()))
             await asyncio.wait([self._reader], timeout=DEADLINE_S)
         self.vanish()
         await self._channel.close()
