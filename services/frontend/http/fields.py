@@ -122,3 +122,7 @@ TokenIds = Annotated[list[TokenId], FirstOnly(), WrapValidator(_token_ids)]
 Text = Annotated[str, schema(minLength=1)]
 Name = Annotated[str, MinLen(1)]
 """A name that the parser does not look at again."""
+TruncatedLength = Annotated[
+    int, Integral, schema(anyOf=[{"const": -1}, {"minimum": 1, "maximum": (1 << 31) - 1}])
+]
+"""Tokens to which a text is cut; -1: as many as have room."""

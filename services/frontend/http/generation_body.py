@@ -19,6 +19,7 @@ from triptych_services.frontend.http.fields import (
     Integral,
     Text,
     TokenIds,
+    TruncatedLength,
     document_as,
     exactly_one_of,
     limits,
@@ -138,10 +139,7 @@ class GenerationBody(SamplingFields):
         Annotated[int, Integral, Ge(_LEAST_SEED), schema(minimum=_LEAST_SEED, maximum=(1 << 64) - 1)] | None
     ) = None
     """The same seed gives the same output. Null and -1: one is drawn."""
-    truncate_prompt_tokens: (
-        Annotated[int, Integral, schema(anyOf=[{"const": -1}, {"minimum": 1, "maximum": (1 << 31) - 1}])]
-        | None
-    ) = None
+    truncate_prompt_tokens: TruncatedLength | None = None
     """Keep only so many tokens of the prompt, -1: as many as the context has room for beside the output. Null: refuse
     what is too long."""
     truncation_side: Literal["left", "right"] | None = None

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict
 
 from triptych_services.frontend.http.body import Body, JsonObject, ignored, must_be, not_served
-from triptych_services.frontend.http.fields import FirstOnly, Integral, Text, TokenIds, document_as, schema
+from triptych_services.frontend.http.fields import (
+    FirstOnly,
+    Integral,
+    Text,
+    TokenIds,
+    TruncatedLength,
+    document_as,
+    schema,
+)
 from triptych_services.frontend.pooled_calls import MAX_INPUTS
 from triptych_services.frontend.requests.parse import MAX_LABEL_BYTES, MAX_REQUEST_ID_BYTES
 
@@ -17,10 +25,7 @@ class PooledBody(Body):
 
     model: str | None = None
     """Name of the model; null: the one served."""
-    truncate_prompt_tokens: (
-        Annotated[int, Integral, schema(anyOf=[{"const": -1}, {"minimum": 1, "maximum": (1 << 31) - 1}])]
-        | None
-    ) = None
+    truncate_prompt_tokens: TruncatedLength | None = None
     """Keep only so many tokens of each text, -1: as many as the model takes. Of two texts that are compared, the longer
     one is cut. Null: refuse what is too long."""
     truncation_side: Literal["left", "right"] | None = None
