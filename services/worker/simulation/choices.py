@@ -198,7 +198,8 @@ class ConstrainedChoices:
 
 def _weighted(candidates: I64, biases: dict[int, float], bits: int, *, is_greedy: bool) -> int:
     """Return the candidate that `bits` draw, each with a weight of e^bias."""
-    biased = np.intersect1d(candidates, np.fromiter(biases, np.int64, len(biases)))
+    biased_ids = np.fromiter(biases, np.int64, len(biases))
+    biased = np.intersect1d(candidates, biased_ids) if biases else biased_ids
     if not biased.size:
         return int(candidates[(bits >> 32) * candidates.size >> 32])
     logits = np.zeros(candidates.size)
