@@ -28,7 +28,8 @@ class LongTextEncoder:
 
     def __init__(self, tokenizer: Tokenizer, *, limit_s: float = ENCODE_LIMIT_S) -> None:
         self._limit_s = limit_s
-        self._processes = KeptProcesses(_SCRIPT, 1, lambda: ({}, tokenizer.to_json().encode()))
+        data = tokenizer.to_json().encode()  # holds the interpreter's lock, so not when a process starts
+        self._processes = KeptProcesses(_SCRIPT, 1, lambda: ({}, data))
 
     def encode(self, text: str, path: str, **arguments: Any) -> U32:
         """Return the ids of `Tokenizer.encode`. The array is not writable.

@@ -69,6 +69,13 @@ async def test_text_that_takes_too_long_is_refused_and_the_next_is_not() -> None
     assert ids.tolist() == TOKENIZER.encode("Hello")
 
 
+async def test_start_of_a_process_writes_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = LongTextEncoder(TOKENIZER)  # for that holds the interpreter's lock for tens of milliseconds
+    monkeypatch.setattr(Tokenizer, "to_json", lambda self: pytest.fail("streams wait meanwhile"))
+    ids = await asyncio.to_thread(encoder.encode, "Hello", "prompt")
+    assert ids.tolist() == TOKENIZER.encode("Hello")
+
+
 async def test_process_that_was_killed_is_started_again() -> None:
     encoder, before = LongTextEncoder(TOKENIZER), children()
     await asyncio.to_thread(encoder.encode, "Hello", "prompt")
