@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import READY_S
+from tests.helpers.time_slice import needs_slices, read_slice
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.cli import main
 from triptych.client.collect import OutputCollector
@@ -26,6 +27,7 @@ from triptych.client.request import RequestOptions, Sampling
 from triptych.config.loader import load_config
 from triptych.errors import DeadlineUnreachable, InvalidRequest
 from triptych.launcher.local_cluster import LocalCluster
+from triptych.rpc.time_slice import SERVICE_NS
 from triptych.types.events import DeltaEvent
 from triptych.types.outputs import FinishReason, RequestOutput
 
@@ -76,6 +78,19 @@ async def stream(
             tokens += event.token_ids
             on_delta()
     return text, tokens
+
+
+@needs_slices
+def test_threads_of_services_do_not_wait_for_others_slices(simulated: LocalCluster) -> None:
+    threads = [
+        (name, int(thread))
+        for name, pid in simulated.pids.items()
+        for thread in os.listdir(f"/proc/{pid}/task")
+    ]
+    assert len(threads) > len(simulated.pids)
+    assert {(name, read_slice(thread)) for name, thread in threads} == {
+        (name, SERVICE_NS) for name in simulated.pids
+    }
 
 
 def once(act: Callable[[], None]) -> Callable[[], None]:

@@ -29,6 +29,7 @@ from triptych.observe.metrics.process import process_metrics
 from triptych.observe.metrics_server import MetricsServer, Pages
 from triptych.rpc.open_files import raise_file_limit
 from triptych.rpc.server import RpcServer, is_loopback, stop_event, write_ready_file
+from triptych.rpc.time_slice import SERVICE_NS, set_time_slice
 from triptych.rpc.tls import create_server_tls
 from triptych.types.exit_codes import ExitCode
 
@@ -111,6 +112,7 @@ def run_service(arguments: ServiceArguments, service: str, create: type[ServiceA
     """Run a service with arguments that have been read, as `main` does."""
     import uvloop  # of the services' images only
 
+    set_time_slice(SERVICE_NS)
     try:
         code = uvloop.run(run(arguments, create.for_config(arguments.config)))
     except ConfigError as error:

@@ -5,7 +5,7 @@
 Bytes may follow a line, as many as its `num_bytes`; they are the `data` of the message, and of the answer. It ends when
 the input is closed, also while it computes.
 The file SCRIPT has a function `begin(message)`, which is given the first message. It returns its answer, and the
-function that answers all others, or None if there is none. This file needs the standard library only, so that it starts
+function that answers all others, or None if there is none. This file imports next to nothing, so that it starts
 quickly.
 """
 
@@ -23,6 +23,8 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from triptych.rpc.time_slice import set_time_slice
 
 # Compilers and templates recurse along what they are given; a worker gives the compiler of grammars as much.
 _STACK_BYTES = 512 << 20
@@ -68,6 +70,17 @@ def _run(begin: Callable[[dict[str, Any]], tuple[dict[str, Any], Answer | None]]
     os._exit(0)
 
 
+def _give_way() -> None:
+    """Let serving go first."""
+    os.nice(_NICENESS)
+    set_time_slice(
+        0
+    )  # a longer one than that of the services, whose threads get a core of ours when they wake
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cpus) > 1:
+        os.sched_setaffinity(0, cpus[1:])  # a service finds one core without us, however many we are
+
+
 def _load(script: str) -> Any:
     spec = importlib.util.spec_from_file_location("limited_work", script)
     assert spec is not None, script
@@ -79,7 +92,7 @@ def _load(script: str) -> Any:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the frontend, which closes our input
-    os.nice(_NICENESS)
+    _give_way()
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     threading.stack_size(_STACK_BYTES)
     threading.Thread(target=_run, args=(_load(sys.argv[1]).begin,)).start()

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.time_slice import needs_slices, read_slice
 from triptych.errors import QueueFull
+from triptych.rpc.time_slice import SERVICE_NS, set_time_slice
 from triptych_services.frontend.offload import limited_process
 from triptych_services.frontend.offload.limited_process import LimitedProcess
 
@@ -26,6 +28,12 @@ SAYS_WHO_IT_IS = """
 import os
 def begin(message):
     return {"pid": os.getpid()}, None
+"""
+
+SAYS_WHERE_IT_RUNS = """
+import os
+def begin(message):
+    return {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))}, None
 """
 
 WAITS_FOR_ITS_SHARE = """
@@ -97,6 +105,25 @@ def test_system_without_processes_refuses_for_now(tmp_path: Path, monkeypatch: p
     del error
     gc.collect()
     assert not unraisable
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system places processes itself")
+def test_one_core_is_left_to_serving(tmp_path: Path) -> None:
+    script, cpus = tmp_path / "work.py", sorted(os.sched_getaffinity(0))
+    script.write_text(SAYS_WHERE_IT_RUNS)
+    assert LimitedProcess(script).ask({}, DEADLINE_S)["cpus"] == (cpus[1:] or cpus)
+
+
+@needs_slices
+def test_a_service_that_wakes_takes_the_core(tmp_path: Path) -> None:
+    script, default = tmp_path / "work.py", read_slice()
+    script.write_text(SAYS_WHO_IT_IS)
+    assert set_time_slice(SERVICE_NS)  # as a frontend has it
+    try:
+        child = LimitedProcess(script)
+    finally:
+        set_time_slice(0)
+    assert read_slice(child.ask({}, DEADLINE_S)["pid"]) == default
 
 
 @needs_groups
