@@ -1,4 +1,4 @@
-"""Requests above 256 kB over gRPC: they stay bytes, which a child process reads, or which are refused.
+"""Requests above 64 kB over gRPC: they stay bytes, which a child process reads, or which are refused.
 
 Protobuf parses 16 MiB of empty messages in half a second, which become 750 MB; 16,384 messages of a
 conversation take 0.1 s. Both hold the interpreter's lock.

@@ -1,7 +1,7 @@
 """Reads the bodies of requests, each where its length does not hold up other requests.
 
 up to 8 kB       here, on the event loop
-up to 256 kB     on a thread
+up to 64 kB      on a thread
 longer           in a child process, see `LongReader`
 """
 

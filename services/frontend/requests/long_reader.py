@@ -18,7 +18,7 @@ from triptych_services.frontend.offload.limited_process import KeptProcesses, Pr
 from triptych_services.frontend.requests.parse import MAX_DEADLINE_S
 from triptych_services.frontend.requests.raw import remaining_time
 
-LONG_REQUEST = 256 << 10
+LONG_REQUEST = 64 << 10
 """Bytes above which a request is read in a child process."""
 READ_LIMIT_S = 15.0
 """CPU time that a request may take in a child process."""
