@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
@@ -46,7 +47,7 @@ class OtherRank:
 
 
 def test_request_whose_masks_take_too_long_fails_alone(monkeypatch):
-    monkeypatch.setattr(StructuredForms, "settle", lambda self, slot, token_id: None)
+    monkeypatch.setattr(StructuredForms, "settle", lambda self, slots, token_ids: np.full(slots.size, -1))
     bench = SamplerBench(vocab_size=VOCAB_SIZE, eos=EOS_ID, grammars=HeldCompiler(SlowMatcher()))
     bench.enter(0, SamplingParams())
     bench.enter(1, regex("a+"))

@@ -142,13 +142,13 @@ class JudgingProcessor(LogitsProcessor, Protocol):
     Where it knows that only one token may come, that one is chosen.
     """
 
-    def settle(self, slot: int, token_id: int) -> int | None:
-        """Return the token that a slot chooses under its mask, or None where that takes the mask to say.
+    def settle(self, slots: I64, token_ids: I64) -> I64:
+        """Return the tokens that slots choose under their masks, [num_slots]; -1 where that takes the mask to say.
 
-        It may be one that has no usable logit, and so cannot be chosen.
+        They may be ones that have no usable logit, and so cannot be chosen.
 
         Args:
-            token_id: Best token among the logits as the model made them; negative: there is none.
+            token_ids: [num_slots] best tokens among the logits as the model made them; negative: there is none.
         """
 
 

@@ -176,8 +176,7 @@ def _settled(
 ) -> tuple[I64, Tensor]:
     """Return the rows of which the tokens are known, and all tokens, on a CPU."""
     first = chosen.numpy()[rows]
-    judged = map(judge.settle, slots.tolist(), first.tolist())
-    token_ids = np.array([-1 if each is None else each for each in judged], np.int64)
+    token_ids = judge.settle(slots, first)
     is_known = token_ids >= 0
     is_other = is_known & (token_ids != first)
     if is_other.any():

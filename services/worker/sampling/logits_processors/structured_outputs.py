@@ -156,14 +156,31 @@ class StructuredForms:
     def find_rows(self, slots: I64) -> Flags | None:
         return self._outputs.find_rows(slots)
 
-    def settle(self, slot: int, token_id: int) -> int | None:
-        output = self._outputs[slot]
-        if token_id < 0:
-            return None
+    def settle(self, slots: I64, token_ids: I64) -> I64:
+        settled, started = list[int](), self._mask_ns
+        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+            output = self._outputs[slot]
+            if token_id >= 0 and token_id != output.forced:
+                if not (output.can_keep_first and output.may_come(token_id)):
+                    token_id = self._forced(output)
+            settled.append(token_id)
+        self._measures_each |= self._mask_ns - started > _SLOW_MASKS_S * 1e9
+        return np.array(settled, np.int64)
+
+    def _forced(self, output: FormOutput) -> int:
+        """Return the only token that may come, or -1 where that is not known, or may take long to find."""
         forced = output.forced
-        if token_id == forced or (output.can_keep_first and output.may_come(token_id)):
-            return token_id
-        return forced
+        if forced is None and self._is_fast(output):
+            started = time.perf_counter_ns()
+            forced = output.find_forced()
+            self._mask_ns += time.perf_counter_ns() - started
+        return -1 if forced is None else forced
+
+    def _is_fast(self, output: FormOutput) -> bool:
+        """Return whether the next mask of an output need not be measured."""
+        if output.matcher is None or self._measures_each:
+            return False
+        return output.mask_s is not None and output.mask_s <= SLOW_MASK_S
 
     def masks(
         self, vocab_size: int, own: Sequence[OwnRow]
@@ -186,10 +203,10 @@ class StructuredForms:
         for index, output in enumerate(outputs):
             if output.matcher is None:
                 continue
-            if self._measures_each or output.mask_s is None or output.mask_s > SLOW_MASK_S:
-                output.fill(bits[index])
-            else:
+            if self._is_fast(output):
                 fast.append((output.matcher, index))
+            else:
+                output.fill(bits[index])
         started_together = time.perf_counter_ns()
         together: list[tuple[LLMatcher, int]] = []
         for matcher, index in fast:

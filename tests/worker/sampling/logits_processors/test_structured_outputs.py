@@ -146,17 +146,18 @@ def test_greedy_output_is_the_best_token_of_the_form(bench):
 def test_what_is_settled_is_the_choice_among_masked_logits(bench, monkeypatch, fields):
     kept, forced = [], []
 
-    def settle(self, slot, token_id):
-        settled = judge(self, slot, token_id)
-        if settled is not None:
-            (kept if settled == token_id else forced).append(settled)
+    def settle(self, slots, token_ids):
+        settled = judge(self, slots, token_ids)
+        for token_id, first in zip(settled.tolist(), token_ids.tolist(), strict=True):
+            if token_id >= 0:
+                (kept if token_id == first else forced).append(token_id)
         return settled
 
     judge = StructuredForms.settle
     monkeypatch.setattr(StructuredForms, "settle", settle)
     params = json_of(PERSON, **fields) if fields.get("temperature", 1) else regex("[a-z ]{30}", **fields)
     found = [generate(bench, 0, params, seed=seed, length=25) for seed in range(8)]
-    monkeypatch.setattr(StructuredForms, "settle", lambda self, slot, token_id: None)
+    monkeypatch.setattr(StructuredForms, "settle", lambda self, slots, token_ids: np.full(slots.size, -1))
     monkeypatch.setattr(FormOutput, "find_forced", lambda self: None)  # so each token has llguidance's mask
     assert found == [generate(bench, 0, params, seed=seed, length=25) for seed in range(8)]
     assert bool(kept) == fields.keys().isdisjoint({"top_k", "presence_penalty"}), "else the test says nothing"
