@@ -178,13 +178,11 @@ def _settled(
     first = chosen.numpy()[rows]
     token_ids = judge.settle(slots, first)
     is_known = token_ids >= 0
-    is_other = is_known & (token_ids != first)
-    if is_other.any():
-        others, other_ids = rows[is_other], token_ids[is_other]
-        is_usable = logits.numpy()[others, other_ids] > -np.inf
-        is_known[is_other] = is_usable
+    others = np.flatnonzero(is_known & (token_ids != first))
+    if others.size:
+        is_known[others] = logits.numpy()[rows[others], token_ids[others]] > -np.inf
         tokens = chosen.numpy().copy()  # a cold processor needs 40 us for torch's
-        tokens[others[is_usable]] = other_ids[is_usable]
+        tokens[rows[is_known]] = token_ids[is_known]
         chosen = torch.from_numpy(tokens)
     return rows[is_known], chosen
 

@@ -73,7 +73,7 @@ class StructuredForms:
         self._history = history
         self._outputs: SlotValues[FormOutput] = SlotValues(max_num_seqs)
         self._executor: LLExecutor | None = None
-        """Threads that compute masks, from the first step that needs several."""
+        """Threads that compute masks, from the first step with many."""
 
     def enter(self, slot: int, params: SamplingParams) -> LogitChange:
         form = params.structured_outputs
@@ -209,15 +209,17 @@ class StructuredForms:
                 output.fill(bits[index])
         started_together = time.perf_counter_ns()
         together: list[tuple[LLMatcher, int]] = []
+        expected_s = 0.0
         for matcher, index in fast:
             if (token_id := outputs[index].find_forced()) is not None:
                 allow(bits[index], token_id)
             else:
                 together.append((matcher, index))
-        if len(together) == 1:
-            ((_, index),) = together
-            outputs[index].fill(bits[index])
-        elif together:
+                expected_s += outputs[index].mask_s or 0.0
+        if expected_s <= SLOW_MASK_S:  # to wake threads would take longer
+            for _, index in together:
+                outputs[index].fill(bits[index])
+        else:
             if self._executor is None:
                 from llguidance import LLExecutor
 
