@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,7 +100,7 @@ class Processors:
         if not fused and not unfused:
             return chosen, None
         active: list[tuple[LogitsProcessor, Flags]] = [*fused, *unfused]
-        rows = np.flatnonzero(np.logical_or.reduce([flags for _, flags in active]))
+        rows = np.flatnonzero(reduce(np.logical_or, [flags for _, flags in active]))
         changed = ChangedRows(rows, slots[rows], logits.device)
         device_rows = to_device(rows, logits.device)
         masking = self._masking_of(unfused[-1][0]) if unfused else None
@@ -195,14 +196,14 @@ def _active(processors: Iterable[P], slots: I64) -> list[tuple[P, Flags]]:
 
 def _own_rows(flags: Flags, changed: ChangedRows) -> list[OwnRow]:
     """Return a processor's rows in the order of the changed ones; `flags` are those of all rows of the step."""
-    own = np.flatnonzero(flags[changed.rows])
-    return list(zip(own.tolist(), changed.slots[own].tolist(), strict=True))
+    rows = enumerate(zip(changed.slots.tolist(), flags[changed.rows].tolist(), strict=True))
+    return [(row, slot) for row, (slot, is_own) in rows if is_own]
 
 
 def _token_masks(bits: NDArray[np.uint32], own: Sequence[OwnRow], changed: ChangedRows) -> TokenMasks:
     """Return the masks of the changed rows, of which only the rows `own` have one."""
-    numbers = np.full(changed.rows.size, -1, np.int32)
-    numbers[[row for row, _ in own]] = np.arange(len(own))
+    row_to_number = {row: number for number, (row, _) in enumerate(own)}
+    numbers = np.array([row_to_number.get(row, -1) for row in range(changed.rows.size)], np.int32)
     return TokenMasks(to_device(numbers, changed.device), to_device(bits.view(np.int32), changed.device))
 
 
