@@ -160,9 +160,9 @@ class StructuredForms:
         settled, started = list[int](), self._mask_ns
         for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
             output = self._outputs[slot]
-            if token_id >= 0 and token_id != output.forced:
-                if not (output.can_keep_first and output.may_come(token_id)):
-                    token_id = self._forced(output)
+            is_settled = token_id < 0 or token_id == output.forced
+            if not is_settled and not (output.can_keep_first and output.may_come(token_id)):
+                token_id = self._forced(output)
             settled.append(token_id)
         self._measures_each |= self._mask_ns - started > _SLOW_MASKS_S * 1e9
         return np.array(settled, np.int64)

@@ -29,6 +29,7 @@ from triptych_services.worker.sampling import grammars as grammars_module
 from triptych_services.worker.sampling.form_output import (
     MASKED_BY_OTHERS,
     NOT_READY,
+    SLOW_MASK_S,
     FormOutput,
 )
 from triptych_services.worker.sampling.grammars import (
@@ -177,6 +178,21 @@ def test_forms_do_not_touch_each_other_nor_rows_without(bench):
             bench.extend(slot, token_id)
     for slot, tokens in enumerate(alone):
         assert together[slot][: len(tokens)] == tokens, slot
+
+
+def test_masks_of_threads_are_those_of_one(bench, grammars):
+    params = regex("[a-f]{30}", top_k=7)  # its mask is always computed
+    alone = [generate(bench, slot, params, seed=slot, length=6) for slot in range(3)]
+    for slot in range(3):
+        bench.enter(slot, params, seed=slot)
+    compilation = grammars.start(params.structured_outputs.grammar)
+    for step in range(6):
+        compilation.mask_s = 0.9 * SLOW_MASK_S  # of one: all together are slow
+        token_ids = bench.sample(logits_at(step, 3), range(3)).token_ids.tolist()
+        assert token_ids == [tokens[step] for tokens in alone]
+        for slot, token_id in enumerate(token_ids):
+            bench.extend(slot, token_id)
+    assert bench.forms._executor is not None, "else the test says nothing"
 
 
 @pytest.mark.parametrize("num_output", [1, 5, 11])
