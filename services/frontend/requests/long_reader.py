@@ -36,7 +36,7 @@ class LongReader:
         self._limit_s = limit_s
         self._threads = FairThreads(_NUM_PROCESSES, inline_size=0, what="very long requests")
         """Wait for the child processes."""
-        self._processes = KeptProcesses(_SCRIPT, num_kept=1)
+        self._processes = KeptProcesses(_SCRIPT, num_kept=_NUM_PROCESSES)
 
     async def read(
         self,

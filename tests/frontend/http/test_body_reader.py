@@ -79,6 +79,19 @@ def begin(message):
     return {}, answer
 """
 """A process that answers nothing else until there is a second one."""
+MEET = """
+import os, pathlib, pickle, time
+
+def begin(message):
+    folder = pathlib.Path(__file__).parent
+    def answer(message):
+        (folder / f"{os.getpid()}.seen").touch()
+        while len(list(folder.glob("*.seen"))) < 2 and pathlib.Path(__file__).exists():
+            time.sleep(0.01)
+        return {"data": pickle.dumps((os.getpid(), ()))}
+    return {}, answer
+"""
+"""Processes that answer once two of them have a body."""
 FULL = """
 import pickle
 
@@ -223,6 +236,14 @@ async def test_a_body_whose_process_was_killed_is_read_again(use: Use, tmp_path:
     await until_stuck(tmp_path)
     child.kill()
     assert await reading == "again"
+
+
+async def test_processes_of_two_tenants_are_kept(use: Use) -> None:
+    use(MEET)
+    reader = BodyReader(LongReader())
+    pids = {*await asyncio.gather(*(read(reader, tenant=each) for each in ("one", "two")))}
+    assert len(pids) == 2
+    assert {*await asyncio.gather(*(read(reader, tenant=each) for each in ("one", "two")))} <= pids
 
 
 async def test_a_process_that_ends_twice_is_an_error_to_retry(use: Use) -> None:
