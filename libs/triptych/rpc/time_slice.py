@@ -14,8 +14,8 @@ import struct
 import sys
 
 SERVICE_NS = 400_000
-"""Shorter than the system's, 0.7 to 2.8 ms by the number of cores. At 0.1, the shortest there is, a machine of two cores
-answered a tenth fewer requests where all of it was in use: services interrupt each other, too."""
+"""Shorter than the system's, 0.7 to 2.8 ms by the number of cores. At 0.1, the shortest there is, two cores answered a
+tenth fewer requests where both were in use: services interrupt each other, too."""
 
 _MACHINE_TO_CALL = {"x86_64": 314, "aarch64": 274}  # sched_setattr, which the C library has not had for long
 _KEEP_POLICY = 8  # linux/sched.h
