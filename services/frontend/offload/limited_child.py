@@ -73,9 +73,7 @@ def _run(begin: Callable[[dict[str, Any]], tuple[dict[str, Any], Answer | None]]
 def _give_way() -> None:
     """Let serving go first."""
     os.nice(_NICENESS)
-    set_time_slice(
-        0
-    )  # a longer one than that of the services, whose threads get a core of ours when they wake
+    set_time_slice(0)  # longer than the slices of the services' threads, which take our core when they wake
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cpus) > 1:
         os.sched_setaffinity(0, cpus[1:])  # a service finds one core without us, however many we are
