@@ -15,7 +15,7 @@ _SIZE = struct.calcsize(_FORMAT)
 
 
 def read_slice(thread: int = 0) -> int:
-    """Return the slice of a thread in nanoseconds; 0: the system has none."""
+    """Return the slice of a thread in nanoseconds; 0: it has ended, or the system has none."""
     call = _CALLS.get(os.uname().machine) if sys.platform == "linux" else None
     buffer = ctypes.create_string_buffer(_SIZE)
     if call is None or ctypes.CDLL(None).syscall(call, thread, buffer, _SIZE, 0) != 0:
@@ -23,4 +23,4 @@ def read_slice(thread: int = 0) -> int:
     return int(struct.unpack(_FORMAT, buffer.raw)[5])
 
 
-needs_slices = pytest.mark.skipif(not read_slice(), reason="this system lets nobody choose a slice")
+needs_slices = pytest.mark.skipif(not read_slice(), reason="this system has no slices to choose")

@@ -22,22 +22,19 @@ _KEEP_POLICY = 8  # linux/sched.h
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
 
 
-def set_time_slice(slice_ns: int) -> bool:
+def set_time_slice(slice_ns: int) -> None:
     """Set the slice of all threads of this process, and of the threads and processes that they start from now on.
+
+    Nothing changes where the system refuses it, as sandboxes may, or has no such call.
 
     Args:
         slice_ns: Nanoseconds; 0: the system's.
-
-    Returns:
-        Whether the system has taken it. Sandboxes may refuse it, and others than Linux have no such call.
     """
     call = _MACHINE_TO_CALL.get(os.uname().machine) if sys.platform == "linux" else None
     if call is None:
-        return False
-    was_taken = True
+        return
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             niceness = os.getpriority(os.PRIO_PROCESS, thread)
             attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, _KEEP_POLICY, niceness, 0, slice_ns, 0, 0)
-            was_taken &= ctypes.CDLL(None).syscall(call, thread, attributes, 0) == 0
-    return was_taken
+            ctypes.CDLL(None).syscall(call, thread, attributes, 0)
